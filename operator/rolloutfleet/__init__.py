@@ -1,0 +1,1 @@
+"""Rollout fleets of SGLang engines as Kubernetes resources, with an agent beside the trainer."""

@@ -1,0 +1,190 @@
+"""Parts that both custom resources share."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from rolloutfleet.api.schema import ListMap, Model, Opaque, Rule
+
+Role = Literal["Regular"]
+
+OWNED_ENGINE_ARGS = (
+    "admin-api-key",
+    "api-key",
+    "config",
+    "disaggregation-bootstrap-port",
+    "disaggregation-mode",
+    "dist-init-addr",
+    "enable-memory-saver",
+    "encoder-only",
+    "host",
+    "model-path",
+    "nnodes",
+    "node-rank",
+    "pipeline-parallel-size",
+    "port",
+    "pp-size",
+    "served-model-name",
+    "tensor-parallel-size",
+    "tp-size",
+    "weight-version",
+)
+"""Flags of `sglang.launch_server` that the operator sets itself or that would leak a key into pod specs.
+
+argparse takes unambiguous abbreviations and the last value wins, so an abbreviation of one of these is refused too.
+"""
+
+OWNED_ROUTER_ARGS = (
+    "host",
+    "pd-disaggregation",
+    "policy",
+    "port",
+    "prometheus-host",
+    "prometheus-port",
+    "selector",
+    "service-discovery",
+    "worker-urls",
+)
+"""Flags of `sglang_router.launch_router` that the operator sets itself."""
+
+
+def _argument_rules(owned: tuple[str, ...], field: str, elsewhere: str) -> tuple[Rule, ...]:
+    quoted = ", ".join(f"'{name}'" for name in owned)
+    return (
+        Rule(
+            "self.all(k, k.matches('^[a-z][a-z0-9-]{0,62}$'))",
+            f"{field}: keys are flags without the leading dashes, in lower case with '-' between words, "
+            "for example mem-fraction-static",
+        ),
+        Rule(
+            f"self.all(k, ![{quoted}].exists(o, o.startsWith(k)))",
+            f"{field}: these flags and their abbreviations are set by the operator; {elsewhere}. "
+            f"They are: {', '.join(owned)}",
+        ),
+    )
+
+
+ArgumentValue = Annotated[str, Field(max_length=4096)]
+
+EngineArguments = Annotated[
+    dict[str, ArgumentValue],
+    Field(max_length=64),
+    *_argument_rules(
+        OWNED_ENGINE_ARGS,
+        "engine.args",
+        "use engine.tensorParallel, engine.pipelineParallel, engine.nodes, offload, model",
+    ),
+]
+RouterArguments = Annotated[
+    dict[str, ArgumentValue],
+    Field(max_length=64),
+    *_argument_rules(OWNED_ROUTER_ARGS, "router.args", "use router.policy and groups"),
+]
+
+
+class ModelSpec(Model):
+    """The model that every engine of the server loads."""
+
+    path: Annotated[str, Field(min_length=1, max_length=1024)]
+    """Folder inside the engine container, or a name that SGLang resolves. Weight version 0."""
+    served_name: Annotated[str, Field(max_length=253, pattern=r"^[^:\s]+$")] | None = None
+    """Name in the OpenAI API; default is the path. No ':'."""
+
+
+class EngineSpec(Model):
+    """One SGLang server."""
+
+    rules = (
+        Rule(
+            "(self.tensorParallel * self.pipelineParallel) % self.nodes == 0",
+            "engine.nodes: tensorParallel * pipelineParallel must be divisible by nodes, "
+            "since every pod of an engine holds the same number of GPUs",
+        ),
+        Rule(
+            "self.nodes == 1",
+            "engine.nodes: engines of more than one pod are not supported by this version; the right value is 1",
+        ),
+    )
+
+    image: Annotated[str, Field(min_length=1, max_length=1024)]
+    """Image whose `python` (or `python3`) can run `-m sglang.launch_server`."""
+    tensor_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
+    """GPUs over which a layer is split."""
+    pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    """Stages into which the layers are split."""
+    nodes: Annotated[int, Field(ge=1, le=128)] = 1
+    """Pods an engine. GPUs a pod = tensorParallel * pipelineParallel / nodes."""
+    args: EngineArguments = {}
+    """More flags for SGLang, without dashes. An empty value is a flag without a value. Flags that take several
+    values take them separated by blanks. Nothing is expanded: a '$' stays a '$'."""
+
+    @property
+    def gpus_per_pod(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel // self.nodes
+
+
+class BackoffSpec(Model):
+    """The pause before an engine that failed is started again; it doubles with each failure in a row."""
+
+    rules = (
+        Rule(
+            "self.initialSeconds <= self.maxSeconds",
+            "backoff.initialSeconds: must not be greater than backoff.maxSeconds",
+        ),
+    )
+
+    initial_seconds: Annotated[int, Field(ge=1, le=3600)] = 10
+    max_seconds: Annotated[int, Field(ge=1, le=86400)] = 300
+
+
+class RecoverySpec(Model):
+    """How engines that fail come back."""
+
+    startup_deadline_seconds: Annotated[int, Field(ge=10, le=86400)] = 1800
+    """From the container's start until SGLang answers; after it the engine is replaced."""
+    backoff: BackoffSpec = BackoffSpec()
+
+
+class WeightsSpec(Model):
+    """The volume through which the trainer hands over checkpoints; also what restarted engines catch up from."""
+
+    volume: Annotated[dict[str, Any], Opaque()]
+    """A Kubernetes volume source, for example {persistentVolumeClaim: {claimName: weights}}. Mounted read-only."""
+    mount_path: Annotated[str, Field(pattern=r"^/[^:]*$", max_length=512)] = "/weights"
+    """Where engines see the volume. The trainer must mount it at the same path."""
+
+
+class Condition(Model):
+    """A condition as in metav1.Condition."""
+
+    type: Annotated[str, Field(max_length=316)]
+    status: Literal["True", "False", "Unknown"]
+    observed_generation: int | None = None
+    last_transition_time: Annotated[str, Field(max_length=64)] = ""
+    reason: Annotated[str, Field(max_length=1024)]
+    message: Annotated[str, Field(max_length=32768)] = ""
+
+
+Conditions = Annotated[tuple[Condition, ...], Field(max_length=16), ListMap(("type",))]
+
+
+class EnginePhase(StrEnum):
+    """Where an engine stands; computed from what is observed, never remembered."""
+
+    PENDING = "Pending"
+    """No pod yet, or not scheduled."""
+    STARTING = "Starting"
+    """Scheduled; SGLang does not answer yet."""
+    STALE = "Stale"
+    """Up, but its weights are not (known to be) the fleet's."""
+    SERVING = "Serving"
+    """Right weights, listed healthy by every router replica."""
+    HELD = "Held"
+    """The trainer has it paused or offloaded."""
+    DRAINING = "Draining"
+    """Out of the routers, about to go."""
+    FAILED = "Failed"
+    """Its last life ended; waits for its next one."""

@@ -1,0 +1,74 @@
+"""Names that more than one process must agree on: labels, object names, ports, field managers.
+
+Everything that is looked up by name or label anywhere is derived here, so that the operator, the agent and the
+command line cannot drift apart.
+"""
+
+from __future__ import annotations
+
+GROUP = "rolloutfleet.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+
+OPERATOR_MANAGER = "rolloutfleet-operator"
+AGENT_MANAGER = "rolloutfleet-agent"
+
+LABEL_SERVER = f"{GROUP}/server"
+LABEL_SERVER_UID = f"{GROUP}/server-uid"
+LABEL_COMPONENT = f"{GROUP}/component"
+LABEL_GROUP = f"{GROUP}/group"
+LABEL_GROUP_UID = f"{GROUP}/group-uid"
+LABEL_ENGINE_INDEX = f"{GROUP}/engine-index"
+LABEL_EPOCH = f"{GROUP}/epoch"
+LABEL_RANK = f"{GROUP}/rank"
+LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
+MANAGED_BY = "rolloutfleet"
+COMPONENT_ENGINE = "engine"
+COMPONENT_ROUTER = "router"
+
+ANNOTATION_REVISION = f"{GROUP}/revision"
+"""Hash of what the user asked for when an object was built; admission may change the rest without causing drift."""
+ANNOTATION_ROLLOUT_SERVERS = f"{GROUP}/rollout-servers"
+
+GATE_ROUTABLE = f"{GROUP}/Routable"
+
+ENGINE_CONTAINER = "engine"
+ENGINE_PORT = 30000
+ROUTER_CONTAINER = "router"
+ROUTER_PORT = 30000
+ROUTER_METRICS_PORT = 29000
+AGENT_CONTAINER = "rolloutfleet-agent"
+AGENT_PORT = 8477
+
+INITIAL_WEIGHT_VERSION = 0
+"""The version of the checkpoint that `spec.model.path` names; a trainer's first update is 1 or more."""
+
+DERIVED_NAME_BUDGET = 43
+"""Longest SERVER-GROUP, so that pod names SERVER-GROUP-INDEX-eEPOCH-rRANK (at most -9999-e999999-r99) fit the
+63 characters of a host name."""
+
+
+def server_group_name(server: str, group: str) -> str:
+    return f"{server}-{group}"
+
+
+def engine_name(server_group: str, index: int, epoch: int) -> str:
+    """One life of one engine; what status, events and logs call it."""
+    return f"{server_group}-{index}-e{epoch}"
+
+
+def engine_pod_name(server_group: str, index: int, epoch: int, rank: int) -> str:
+    return f"{engine_name(server_group, index, epoch)}-r{rank}"
+
+
+def router_name(server: str) -> str:
+    return f"{server}-router"
+
+
+def trainer_name(server: str) -> str:
+    """The Lease that says who leads the fleet, and the Role and RoleBinding of those who may."""
+    return f"{server}-trainer"
+
+
+def router_url(server: str, namespace: str) -> str:
+    return f"http://{router_name(server)}.{namespace}.svc:{ROUTER_PORT}"

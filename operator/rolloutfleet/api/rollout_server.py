@@ -1,0 +1,236 @@
+"""RolloutServer: one model behind one router; what a trainer refers to by name."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from rolloutfleet.api.common import (
+    Conditions,
+    EngineSpec,
+    ModelSpec,
+    RecoverySpec,
+    Role,
+    RouterArguments,
+    WeightsSpec,
+)
+from rolloutfleet.api.names import DERIVED_NAME_BUDGET
+from rolloutfleet.api.schema import Column, Kind, ListMap, ListSet, Model, Opaque, Resource, Rule
+
+
+class RouterSpec(Model):
+    """The sglang-router in front of the engines."""
+
+    replicas: Annotated[int, Field(ge=1, le=16)] = 1
+    """Each replica keeps its own tables and prefix tree."""
+    policy: Literal["cache_aware", "round_robin", "random", "power_of_two", "manual"] = "cache_aware"
+    image: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """Default: the router image that the operator was installed with."""
+    args: RouterArguments = {}
+    """More flags for sglang-router, without dashes."""
+
+
+class GroupSpec(Model):
+    """A group of equal engines; becomes a ServerGroup."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$", max_length=40)]
+    role: Role = "Regular"
+    replicas: Annotated[int, Field(ge=0, le=1024)] | None = None
+    """Engines. Left out, the ServerGroup's scale belongs to an autoscaler or `kubectl scale`; it begins with 1."""
+    engine: EngineSpec
+    offload: bool = False
+    """Start engines with SGLang's memory saver, so that the trainer may release and resume their memory."""
+    template: Annotated[dict[str, Any], Opaque(fields=("metadata", "spec"))] | None = None
+    """Pod template (metadata, spec) laid over the operator's by strategic merge: volumes, tolerations, ..."""
+    recovery: RecoverySpec = RecoverySpec()
+
+
+class TrainersSpec(Model):
+    """Who may lead this fleet."""
+
+    service_accounts: Annotated[
+        list[Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)]],
+        Field(max_length=32),
+        ListSet(),
+    ] = []
+    """Service accounts of this namespace. The operator gives them a Role for this one fleet."""
+
+
+class RolloutServerSpec(Model):
+    """What is wanted."""
+
+    rules = (
+        Rule(
+            "self.groups.all(g, self.groups.exists_one(h, h.name == g.name))",
+            "groups: every name may be used once",
+        ),
+    )
+
+    model: ModelSpec
+    update_weights: bool = True
+    """False: frozen weights (a reward or reference model); updates are refused."""
+    router: RouterSpec = RouterSpec()
+    groups: Annotated[list[GroupSpec], Field(min_length=1, max_length=16), ListMap(("name",))]
+    weights: WeightsSpec | None = None
+    """Without it, an engine that comes late waits for the trainer's next update."""
+    trainers: TrainersSpec = TrainersSpec()
+
+
+class WeightsPhase(StrEnum):
+    """Where the weight update stands."""
+
+    UPDATING = "Updating"
+    COMMITTED = "Committed"
+
+
+class EngineVerdict(Model):
+    """What an update did to one engine."""
+
+    pod: Annotated[str, Field(max_length=253)]
+    """Pod of rank 0; it names one life of one engine."""
+    outcome: Literal["Committed", "Failed", "Unreachable"]
+    """Committed: when the update ended, this engine held `version` (the old one, if the update failed), by
+    checksum. Anything else: it is taken out of the routers until its weights are proved or loaded anew."""
+    message: Annotated[str, Field(max_length=512)] = ""
+
+
+class GroupChecksum(Model):
+    """Checksum of the committed weights in one group's layout."""
+
+    group: Annotated[str, Field(max_length=63)]
+    """Name of the ServerGroup."""
+    checksum: Annotated[str, Field(max_length=128)]
+
+
+class TrainingWeights(Model):
+    """The weights that the trainer wants served. Absent: version 0, from spec.model.path."""
+
+    phase: WeightsPhase
+    version: Annotated[int, Field(ge=0)]
+    """The committed version: what every routable engine has."""
+    path: Annotated[str, Field(max_length=1024)] = ""
+    """Checkpoint of the committed version, as engines see it; empty for version 0."""
+    checksums: Annotated[tuple[GroupChecksum, ...], Field(max_length=16), ListMap(("group",))] = ()
+    transaction: Annotated[int, Field(ge=0)] = 0
+    """Counts updates begun, successful or not: what was known about engines' weights before is void."""
+    target_version: Annotated[int, Field(ge=0)] | None = None
+    """While Updating: the version that is being sent."""
+    target_path: Annotated[str, Field(max_length=1024)] = ""
+    deadline: Annotated[str, Field(max_length=64)] = ""
+    """While Updating: RFC 3339 time after which the operator restores the fleet."""
+    engines: Annotated[tuple[EngineVerdict, ...], Field(max_length=2048), ListMap(("pod",))] = ()
+    """Verdicts of the last update."""
+
+
+class TrainingMemory(Model):
+    """What the trainer has released on the engines."""
+
+    phase: Literal["Resident", "Releasing", "Released", "Resuming"]
+    tags: Annotated[list[Literal["weights", "kv_cache", "cuda_graph"]], Field(max_length=3), ListSet()] = []
+    """Tags that are released, or about to be released or resumed."""
+    engines: Annotated[list[Annotated[str, Field(max_length=253)]], Field(max_length=2048), ListSet()] = []
+    """Rank 0 pods that this applies to: a later life of an engine has released nothing."""
+    deadline: Annotated[str, Field(max_length=64)] = ""
+
+
+class TrainingStatus(Model):
+    """The agent's subtree: written by the agent that holds the Lease, read by the operator."""
+
+    holder: Annotated[str, Field(max_length=253)] = ""
+    """Pod that leads the fleet."""
+    fence: Annotated[int, Field(ge=0)] = 0
+    """Transition count of the Lease when this was written; a smaller number is a late writer."""
+    weights: TrainingWeights | None = None
+    memory: TrainingMemory | None = None
+
+
+class GroupSummary(Model):
+    """One group in figures."""
+
+    name: Annotated[str, Field(max_length=63)]
+    replicas: int = 0
+    ready: int = 0
+    routable: int = 0
+
+
+class EngineCounts(Model):
+    """All engines in figures."""
+
+    desired: int = 0
+    ready: int = 0
+    """Answering."""
+    routable: int = 0
+    stale: int = 0
+    """Answering with weights that are not (known to be) the fleet's."""
+    failed: int = 0
+
+
+class RouterStatus(Model):
+    """Where requests go."""
+
+    url: Annotated[str, Field(max_length=512)] = ""
+    replicas: int = 0
+    ready: int = 0
+    """Replicas whose worker table is complete."""
+
+
+class WeightsStatus(Model):
+    """Which weights serve."""
+
+    version: Annotated[int, Field(ge=0)] | None = None
+    """The committed version."""
+    path: Annotated[str, Field(max_length=1024)] = ""
+
+
+class RolloutServerStatus(Model):
+    """What is observed. Every field but `training` is the operator's."""
+
+    observed_generation: int = 0
+    conditions: Conditions = ()
+    router: RouterStatus | None = None
+    groups: Annotated[tuple[GroupSummary, ...], Field(max_length=16), ListMap(("name",))] = ()
+    engines: EngineCounts | None = None
+    weights: WeightsStatus | None = None
+    training: TrainingStatus | None = None
+
+
+class RolloutServer(Resource):
+    """One model behind one router, served by groups of SGLang engines; what a trainer refers to by name."""
+
+    rules = (
+        Rule(
+            "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
+            "metadata.name: letters, digits and '-', beginning with a letter, since Services are named after it",
+        ),
+        Rule(
+            "self.metadata.name.size() <= 40",
+            "metadata.name: at most 40 characters, so that the names of router pods derived from it fit",
+        ),
+        Rule(
+            f"self.spec.groups.all(g, self.metadata.name.size() + 1 + g.name.size() <= {DERIVED_NAME_BUDGET})",
+            f"spec.groups[].name: NAME-GROUP may have at most {DERIVED_NAME_BUDGET} characters, so that the pod "
+            "names derived from it (NAME-GROUP-INDEX-eEPOCH-rRANK) fit 63",
+        ),
+    )
+    kind_info: ClassVar[Kind] = Kind(
+        name="RolloutServer",
+        plural="rolloutservers",
+        singular="rolloutserver",
+        short_names=("ros",),
+        columns=(
+            Column("Ready", '.status.conditions[?(@.type=="Ready")].status'),
+            Column("Engines", ".status.engines.desired", type="integer"),
+            Column("Routable", ".status.engines.routable", type="integer"),
+            Column("Weights", ".status.weights.version", type="integer"),
+            Column("Reason", '.status.conditions[?(@.type=="Ready")].reason'),
+            Column("Trainer", ".status.training.holder", priority=1),
+            Column("Router", ".status.router.url", priority=1),
+            Column("Message", '.status.conditions[?(@.type=="Ready")].message', priority=1),
+            Column("Age", ".metadata.creationTimestamp", type="date"),
+        ),
+    )
+
+    spec: RolloutServerSpec
+    status: RolloutServerStatus = RolloutServerStatus()

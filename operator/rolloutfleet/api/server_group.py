@@ -1,0 +1,124 @@
+"""ServerGroup: homogeneous engines of one role. Written by the operator from a RolloutServer's group.
+
+Users read it, scale it (`kubectl scale sgrp`), and let an HPA own its replicas.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from rolloutfleet.api.common import (
+    Conditions,
+    EnginePhase,
+    EngineSpec,
+    ModelSpec,
+    RecoverySpec,
+    Role,
+    WeightsSpec,
+)
+from rolloutfleet.api.schema import Column, Kind, ListMap, Model, Opaque, Resource, Scale
+
+
+class ServerGroupSpec(Model):
+    """What the engines of this group are."""
+
+    server: Annotated[str, Field(min_length=1, max_length=63)]
+    """The RolloutServer that owns this group."""
+    role: Role = "Regular"
+    replicas: Annotated[int, Field(ge=0, le=1024)] = 1
+    """Engines wanted."""
+    model: ModelSpec
+    update_weights: bool = True
+    engine: EngineSpec
+    offload: bool = False
+    template: Annotated[dict[str, Any], Opaque(fields=("metadata", "spec"))] | None = None
+    recovery: RecoverySpec = RecoverySpec()
+    weights: WeightsSpec | None = None
+
+
+class Failure(Model):
+    """How a life of an engine ended, or why it cannot begin."""
+
+    reason: Annotated[str, Field(max_length=64)]
+    message: Annotated[str, Field(max_length=1024)] = ""
+    pod: Annotated[str, Field(max_length=253)] = ""
+    time: Annotated[str, Field(max_length=64)] = ""
+
+
+class EngineStatus(Model):
+    """One engine: identity (index, epoch), phase and the reason why it does not serve."""
+
+    index: Annotated[int, Field(ge=0)]
+    epoch: Annotated[int, Field(ge=1)]
+    """The life that the operator wants now. Raised here before pods of that life are created."""
+    revision: Annotated[str, Field(max_length=64)] = ""
+    """Hash of the spec that this life was started from."""
+    phase: EnginePhase = EnginePhase.PENDING
+    reason: Annotated[str, Field(max_length=64)] = ""
+    message: Annotated[str, Field(max_length=1024)] = ""
+    url: Annotated[str, Field(max_length=512)] = ""
+    """Where the engine's rank 0 answers; empty while it has no address."""
+    pod: Annotated[str, Field(max_length=253)] = ""
+    """Name of the rank 0 pod."""
+    pod_uid: Annotated[str, Field(max_length=64)] = ""
+    """UID of that pod once it was seen: when it is gone this life has ended, and its name is never used again."""
+    weight_version: Annotated[int, Field(ge=0)] | None = None
+    """Known only after the engine's weights checksum agreed with the fleet's."""
+    restarts: Annotated[int, Field(ge=0)] = 0
+    """Lives that ended by a failure, ever."""
+    failures_in_row: Annotated[int, Field(ge=0)] = 0
+    """Failures since the engine last served; sets the backoff."""
+    retry_at: Annotated[str, Field(max_length=64)] = ""
+    """When the next life may begin, while phase is Failed."""
+    last_failure: Failure | None = None
+
+
+class ServerGroupStatus(Model):
+    """What is observed."""
+
+    observed_generation: int = 0
+    replicas: int = 0
+    """Engines that have a pod; the scale subresource reports it."""
+    ready: int = 0
+    """Engines that answer."""
+    routable: int = 0
+    """Engines with the right weights that every router replica lists as healthy."""
+    selector: Annotated[str, Field(max_length=512)] = ""
+    weight_version: Annotated[int, Field(ge=0)] | None = None
+    """The fleet's weight version, if every routable engine has it."""
+    last_epoch: Annotated[int, Field(ge=0)] = 0
+    """Highest epoch given out in this group: no engine ever uses an epoch twice."""
+    base_checksum: Annotated[str, Field(max_length=128)] = ""
+    """Checksum of weight version 0 in this group's layout: that of the first engine that loaded it."""
+    base_revision: Annotated[str, Field(max_length=64)] = ""
+    """Revision of the spec that baseChecksum belongs to."""
+    conditions: Conditions = ()
+    engines: Annotated[tuple[EngineStatus, ...], Field(max_length=1024), ListMap(("index",))] = ()
+
+
+class ServerGroup(Resource):
+    """Homogeneous SGLang engines of one role."""
+
+    kind_info: ClassVar[Kind] = Kind(
+        name="ServerGroup",
+        plural="servergroups",
+        singular="servergroup",
+        short_names=("sgrp",),
+        scale=Scale(spec=".spec.replicas", status=".status.replicas", selector=".status.selector"),
+        columns=(
+            Column("Server", ".spec.server"),
+            Column("Role", ".spec.role"),
+            Column("Desired", ".spec.replicas", type="integer"),
+            Column("Ready", ".status.ready", type="integer"),
+            Column("Routable", ".status.routable", type="integer"),
+            Column("Weights", ".status.weightVersion", type="integer"),
+            Column("Reason", '.status.conditions[?(@.type=="Ready")].reason'),
+            Column("Message", '.status.conditions[?(@.type=="Ready")].message', priority=1),
+            Column("Age", ".metadata.creationTimestamp", type="date"),
+        ),
+    )
+
+    spec: ServerGroupSpec
+    status: ServerGroupStatus = ServerGroupStatus()

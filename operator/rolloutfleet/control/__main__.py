@@ -1,0 +1,57 @@
+"""`python -m rolloutfleet.control`: run the operator. Every setting is an environment variable of its Deployment."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+
+import kopf
+from kopf._core.engines.peering import Identity
+
+from rolloutfleet.control.operator import Operator, registry_for
+from rolloutfleet.kube.client import KubeApi
+from rolloutfleet.kube.config import load_credentials
+from rolloutfleet.plan.objects import Defaults
+
+LIVENESS = "http://0.0.0.0:8080/healthz"
+
+
+async def run() -> None:
+    namespace = os.environ.get("ROLLOUTFLEET_NAMESPACE") or None
+    operator = Operator(
+        api=KubeApi(load_credentials()),
+        defaults=Defaults(
+            router_image=required("ROLLOUTFLEET_ROUTER_IMAGE"),
+            image_pull_policy=os.environ.get("ROLLOUTFLEET_IMAGE_PULL_POLICY", "IfNotPresent"),
+        ),
+        namespace=namespace,
+    )
+    await kopf.operator(
+        registry=registry_for(operator),
+        # kopf would ask for the user's name, which an arbitrary UID does not have.
+        identity=Identity(os.environ.get("POD_NAME") or socket.gethostname()),
+        standalone=True,
+        clusterwide=namespace is None,
+        namespaces=[namespace] if namespace else [],
+        liveness_endpoint=LIVENESS,
+    )
+
+
+def required(name: str) -> str:
+    value = os.environ.get(name)
+    if not value:
+        raise SystemExit(f"environment variable {name}: missing; the operator's manifest sets it")
+    return value
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for chatty in ("httpx", "kopf.objects"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    asyncio.run(run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""Performs one planned action at a time against the Kubernetes API, routers and engines.
+
+Kubernetes writes are awaited in order. Work on an engine (reading a checksum, loading a checkpoint) may take minutes
+for a large model, so it runs beside the reconciles; `busy` keeps a second one from starting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Any
+
+from rolloutfleet.api.names import API_VERSION, GATE_ROUTABLE, OPERATOR_MANAGER
+from rolloutfleet.control.events import event_manifest
+from rolloutfleet.control.probes import Prober
+from rolloutfleet.control.store import FleetKey, FleetStore
+from rolloutfleet.engine.errors import EngineError
+from rolloutfleet.engine.router import RouterClient
+from rolloutfleet.engine.sglang import EngineClient
+from rolloutfleet.kube import client as kube
+from rolloutfleet.plan.actions import (
+    Action,
+    Apply,
+    ApplyStatus,
+    CatchUp,
+    Continue,
+    CreatePod,
+    DeleteObject,
+    DeletePod,
+    Deregister,
+    Emit,
+    Register,
+    SetGate,
+    Verify,
+)
+from rolloutfleet.plan.failures import Trouble, shorten
+from rolloutfleet.plan.observed import EngineProbe
+
+logger = logging.getLogger(__name__)
+
+REGISTRATION_SECONDS = 60
+"""After which a registration that no router lists is asked for again."""
+RETRY_PAUSE_SECONDS = 3.0
+CATCH_UP_PAUSE_SECONDS = 15.0
+
+
+class Stop(Exception):
+    """The rest of the plan must not be performed: it was made for a world that has moved."""
+
+
+class Executor:
+    def __init__(
+        self,
+        *,
+        api: kube.KubeApi,
+        store: FleetStore,
+        prober: Prober,
+        enqueue: Callable[[FleetKey], None],
+        enqueue_after: Callable[[FleetKey, float], None],
+        engine: Callable[[str], EngineClient],
+        router: Callable[[str], RouterClient],
+        clock: Callable[[], datetime],
+    ) -> None:
+        self._api = api
+        self._store = store
+        self._prober = prober
+        self._enqueue = enqueue
+        self._enqueue_after = enqueue_after
+        self._engine = engine
+        self._router = router
+        self._clock = clock
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def perform(self, key: FleetKey, action: Action) -> None:
+        """Raises Stop when the plan is outdated, ApiError when the API server refuses."""
+        match action:
+            case Apply():
+                await self._apply(key, action.manifest)
+            case ApplyStatus():
+                await self._apply_status(key, action)
+            case CreatePod():
+                await self._create_pod(key, action.manifest)
+            case DeletePod():
+                await self._delete(kube.POD, key.namespace, action.name, action.uid)
+            case DeleteObject():
+                await self._delete(kube.by_kind(action.kind), key.namespace, action.name, action.uid)
+            case SetGate():
+                await self._set_gate(key, action)
+            case Register():
+                await self._register(key, action)
+            case Deregister():
+                await self._deregister(key, action)
+            case Verify():
+                self._start(key, action.pod_uid, "verify", self._verify(key, action))
+            case CatchUp():
+                self._start(key, action.pod_uid, "catch-up", self._catch_up(key, action))
+            case Continue():
+                self._start(key, action.pod_uid, "continue", self._continue(action))
+            case Emit():
+                await self._emit(key, action)
+            case _:
+                raise TypeError(f"no way to perform {type(action).__name__}")
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # Kubernetes objects
+
+    async def _apply(self, key: FleetKey, manifest: Mapping[str, Any]) -> None:
+        resource = kube.by_kind(manifest["kind"])
+        applied = await self._api.apply(resource, dict(manifest), field_manager=OPERATOR_MANAGER, force=True)
+        self._store.upsert(manifest["kind"], applied)
+        generation = applied["metadata"].get("generation")
+        if generation is not None:
+            name = f"{manifest['kind']}/{manifest['metadata']['name']}"
+            self._store.applied_generations.setdefault(key, {})[name] = int(generation)
+
+    async def _apply_status(self, key: FleetKey, action: ApplyStatus) -> None:
+        manifest = {
+            "apiVersion": API_VERSION,
+            "kind": action.kind,
+            # The UID keeps an apply from bringing a vanished object back to life.
+            "metadata": {"name": action.name, "namespace": key.namespace, "uid": action.uid},
+            "status": action.status,
+        }
+        try:
+            applied = await self._api.apply(
+                kube.by_kind(action.kind), manifest, field_manager=OPERATOR_MANAGER, force=True, subresource="status"
+            )
+        except (kube.NotFound, kube.Conflict) as error:
+            raise Stop from error
+        self._store.upsert(action.kind, applied)
+
+    async def _create_pod(self, key: FleetKey, manifest: Mapping[str, Any]) -> None:
+        name = manifest["metadata"]["name"]
+        failures = self._store.create_failures.setdefault(key, {})
+        try:
+            created = await self._api.create(kube.POD, dict(manifest))
+        except kube.AlreadyExists:
+            failures.pop(name, None)
+            return
+        except (kube.Forbidden, kube.Invalid) as error:
+            # A quota, a missing PriorityClass or ServiceAccount, a template the API server cannot take.
+            trouble = Trouble(reason=f"Pod{error.reason or 'Refused'}", message=shorten(error.message))
+            if failures.get(name) != trouble:
+                failures[name] = trouble
+                self._enqueue(key)
+            self._enqueue_after(key, 10.0)
+            return
+        failures.pop(name, None)
+        self._store.upsert("Pod", created)
+
+    async def _delete(self, resource: kube.Resource, namespace: str, name: str, uid: str) -> None:
+        try:
+            await self._api.delete(resource, name, namespace=namespace, uid=uid)
+        except (kube.NotFound, kube.Conflict):
+            return  # gone, or another object of that name
+
+    async def _set_gate(self, key: FleetKey, action: SetGate) -> None:
+        manifest = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": action.pod, "namespace": key.namespace, "uid": action.uid},
+            "status": {
+                "conditions": [
+                    {
+                        "type": GATE_ROUTABLE,
+                        "status": "True" if action.routable else "False",
+                        "reason": action.reason,
+                        "message": shorten(action.message),
+                        "lastTransitionTime": self._clock().strftime("%Y-%m-%dT%H:%M:%SZ"),
+                    }
+                ]
+            },
+        }
+        try:
+            applied = await self._api.apply(
+                kube.POD, manifest, field_manager=OPERATOR_MANAGER, force=True, subresource="status"
+            )
+        except (kube.NotFound, kube.Conflict):
+            return
+        self._store.upsert("Pod", applied)
+
+    async def _emit(self, key: FleetKey, action: Emit) -> None:
+        try:
+            await self._api.create(kube.EVENT, event_manifest(key.namespace, action, self._clock()))
+        except kube.ApiError as error:
+            logger.warning("event %s for %s not written: %s", action.reason, action.name, error)
+
+    # Routers
+
+    async def _register(self, key: FleetKey, action: Register) -> None:
+        fresh = await self._api.get(kube.ROLLOUT_SERVER, key.name, namespace=key.namespace)
+        held = self._store.server(key) or {}
+        if (fresh.get("status") or {}).get("training") != (held.get("status") or {}).get("training"):
+            # The trainer has begun or ended an update since this plan was made.
+            self._store.upsert("RolloutServer", fresh)
+            raise Stop
+        try:
+            await self._router(action.router_url).add_worker(action.url, worker_type="regular")
+        except EngineError as error:
+            logger.warning("router %s did not take %s: %s", action.router, action.url, error)
+            self._enqueue_after(key, RETRY_PAUSE_SECONDS)
+            return
+        uid = self._router_uid(key, action.router)
+        until = self._clock() + timedelta(seconds=REGISTRATION_SECONDS)
+        self._store.registering.setdefault(uid, {})[action.url] = until
+        self._prober.look_soon(uid)
+
+    async def _deregister(self, key: FleetKey, action: Deregister) -> None:
+        client = self._router(action.router_url)
+        try:
+            for worker in await client.list_workers():
+                if worker.url == action.url:
+                    await client.remove_worker(worker.id)
+        except EngineError as error:
+            logger.warning("router %s did not forget %s: %s", action.router, action.url, error)
+            self._enqueue_after(key, RETRY_PAUSE_SECONDS)
+        self._prober.look_soon(self._router_uid(key, action.router))
+
+    def _router_uid(self, key: FleetKey, name: str) -> str:
+        pods = self._store.pods("router")
+        return next((p["metadata"]["uid"] for k, p in pods if k == key and p["metadata"]["name"] == name), "")
+
+    # Engines
+
+    def _start(self, key: FleetKey, pod_uid: str, what: str, work: Coroutine[Any, Any, None]) -> None:
+        async def run() -> None:
+            pause = 0.0
+            try:
+                await work
+            except EngineError as error:
+                logger.warning("%s/%s: %s of pod %s failed: %s", key.namespace, key.name, what, pod_uid, error)
+                pause = CATCH_UP_PAUSE_SECONDS if what == "catch-up" else RETRY_PAUSE_SECONDS
+                if what == "catch-up":
+                    self._store.catch_up_failures[pod_uid] = shorten(str(error))
+                    self._enqueue(key)
+            finally:
+                if pause:
+                    await asyncio.sleep(pause)
+                self._store.busy.pop(pod_uid, None)
+                self._enqueue(key)
+
+        self._store.busy[pod_uid] = what
+        task = asyncio.create_task(run(), name=f"{what} {pod_uid}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _verify(self, key: FleetKey, action: Verify) -> None:
+        await self._read_weights(action.pod_uid, action.url, action.training_key)
+
+    async def _read_weights(self, pod_uid: str, url: str, training_key: str) -> EngineProbe:
+        engine = self._engine(url)
+        checksum = await engine.checksum()
+        info = await engine.model_info()
+        probe = replace(
+            self._store.probes.get(pod_uid, EngineProbe(answering=True)),
+            answering=True,
+            label=info.weight_version,
+            checksum=checksum,
+            read_under=training_key,
+        )
+        self._store.probes[pod_uid] = probe
+        return probe
+
+    async def _catch_up(self, key: FleetKey, action: CatchUp) -> None:
+        """No router lists the engine: whatever still runs there is aborted, then the checkpoint is loaded."""
+        engine = self._engine(action.url)
+        await engine.pause(mode="abort")
+        await engine.update_weights_from_disk(action.path, version=action.version)
+        probe = await self._read_weights(action.pod_uid, action.url, action.training_key)
+        if action.expected and probe.checksum != action.expected:
+            raise EngineError(
+                f"{action.url}: loaded {action.path}, but its checksum {probe.checksum[:12]} is not the "
+                f"{action.expected[:12]} that was committed as version {action.version}"
+            )
+        await engine.continue_generation()
+        self._store.catch_up_failures.pop(action.pod_uid, None)
+
+    async def _continue(self, action: Continue) -> None:
+        await self._engine(action.url).continue_generation()
+        probe = self._store.probes.get(action.pod_uid)
+        if probe is not None:
+            self._store.probes[action.pod_uid] = replace(probe, paused=False)

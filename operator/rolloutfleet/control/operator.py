@@ -1,0 +1,212 @@
+"""The operator process: wires watches, lists, probes, queue and executor together, with kopf as the process shell.
+
+kopf delivers watch events, answers liveness and handles signals. It reconciles nothing and writes nothing: its
+handlers only feed the store and enqueue the fleet's key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import httpx
+import kopf
+
+from rolloutfleet.api.names import LABEL_MANAGED_BY, MANAGED_BY
+from rolloutfleet.control.executor import Executor
+from rolloutfleet.control.probes import Prober
+from rolloutfleet.control.reconcile import Reconciler
+from rolloutfleet.control.store import FleetKey, FleetStore
+from rolloutfleet.engine.router import RouterClient
+from rolloutfleet.engine.sglang import EngineClient
+from rolloutfleet.kube import client as kube
+from rolloutfleet.kube.queue import WorkQueue
+from rolloutfleet.plan.objects import Defaults
+
+logger = logging.getLogger(__name__)
+
+WORKERS = 8
+RESYNC_SECONDS = 60.0
+STALE_SECONDS = 5 * RESYNC_SECONDS
+"""Liveness fails when no full list has succeeded, or a fleet has waited, for this long."""
+OURS = f"{LABEL_MANAGED_BY}={MANAGED_BY}"
+
+
+@dataclass(frozen=True)
+class Watched:
+    resource: kube.Resource
+    selector: str | None
+
+
+WATCHED = (
+    Watched(kube.ROLLOUT_SERVER, None),
+    Watched(kube.SERVER_GROUP, OURS),
+    Watched(kube.POD, OURS),
+    Watched(kube.DEPLOYMENT, OURS),
+    Watched(kube.SERVICE, OURS),
+    Watched(kube.ROLE, OURS),
+    Watched(kube.ROLE_BINDING, OURS),
+    Watched(kube.LEASE, OURS),
+)
+
+
+def now() -> datetime:
+    return datetime.now(UTC)
+
+
+class Operator:
+    """One running operator: `start` and `stop` are kopf's startup and cleanup."""
+
+    def __init__(
+        self,
+        *,
+        api: kube.KubeApi,
+        defaults: Defaults,
+        namespace: str | None,
+        services: tuple[Callable[[kube.KubeApi], Awaitable[None]], ...] = (),
+    ) -> None:
+        self._api = api
+        self._namespace = namespace
+        self._services = services
+        self._http = httpx.AsyncClient(
+            trust_env=False, limits=httpx.Limits(max_connections=256, max_keepalive_connections=128)
+        )
+        self.store = FleetStore(clock=now)
+        self.queue: WorkQueue[FleetKey] = WorkQueue()
+        prober = Prober(
+            store=self.store,
+            enqueue=self.queue.add,
+            engine=self._engine,
+            router=self._router,
+            monotonic=time.monotonic,
+        )
+        self._executor = Executor(
+            api=api,
+            store=self.store,
+            prober=prober,
+            enqueue=self.queue.add,
+            enqueue_after=self.queue.add_after,
+            engine=self._engine,
+            router=self._router,
+            clock=now,
+        )
+        self._reconciler = Reconciler(
+            store=self.store, executor=self._executor, queue=self.queue, defaults=defaults, clock=now
+        )
+        self._prober = prober
+        self._tasks: list[asyncio.Task[None]] = []
+        self._listed_at = time.monotonic()
+
+    def _engine(self, url: str) -> EngineClient:
+        return EngineClient(url, http=self._http)
+
+    def _router(self, url: str) -> RouterClient:
+        return RouterClient(url, http=self._http)
+
+    async def start(self) -> None:
+        await self._resync()
+        self._tasks = [
+            asyncio.create_task(self._prober.run(), name="prober"),
+            asyncio.create_task(self.queue.run(workers=WORKERS, reconcile=self._reconciler), name="queue"),
+            asyncio.create_task(self._resync_for_ever(), name="resync"),
+            *(asyncio.create_task(_service(service, self._api), name="service") for service in self._services),
+        ]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._executor.close()
+        await self._http.aclose()
+        await self._api.close()
+
+    def healthy(self) -> dict[str, float]:
+        """Figures for the liveness answer; raises when a loop is dead or starved."""
+        listed = time.monotonic() - self._listed_at
+        waiting = self.queue.oldest_age()
+        for task in self._tasks:
+            if task.done():
+                raise RuntimeError(f"task {task.get_name()} has ended")
+        if max(listed, waiting) > STALE_SECONDS:
+            raise RuntimeError(f"no full list for {listed:.0f} s, oldest fleet waits {waiting:.0f} s")
+        return {"seconds_since_list": round(listed, 1), "oldest_wait_seconds": round(waiting, 1)}
+
+    def saw(self, kind: str, kind_of_event: str | None, body: dict[str, Any]) -> None:
+        """A watch event, or an object of kopf's first list (`kind_of_event` None)."""
+        key = self.store.remove(kind, body) if kind_of_event == "DELETED" else self.store.upsert(kind, body)
+        if key is not None:
+            self.queue.add(key)
+
+    async def _resync(self) -> None:
+        """Lists replace what is held: the only way to learn of a deletion that no watch told."""
+        for watched in WATCHED:
+            listed = await self._api.list(watched.resource, namespace=self._namespace, label_selector=watched.selector)
+            for key in self.store.replace(watched.resource.kind, listed.items):
+                self.queue.add(key)
+        self._listed_at = time.monotonic()
+
+    async def _resync_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(RESYNC_SECONDS)
+            try:
+                await self._resync()
+            except kube.ApiError as error:
+                logger.warning("full list failed: %s", error)
+            for key in self.store.keys():
+                self.queue.add(key)
+
+
+async def _service(service: Callable[[kube.KubeApi], Awaitable[None]], api: kube.KubeApi) -> None:
+    await service(api)
+
+
+def registry_for(operator: Operator) -> kopf.OperatorRegistry:
+    """kopf's handlers: thin, explicit, without state of their own."""
+    registry = kopf.OperatorRegistry()
+
+    @kopf.on.login(registry=registry)
+    def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
+        return kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
+
+    @kopf.on.startup(registry=registry)
+    async def startup(settings: kopf.OperatorSettings, **_: Any) -> None:
+        configure(settings)
+        await operator.start()
+
+    @kopf.on.cleanup(registry=registry)
+    async def cleanup(**_: Any) -> None:
+        await operator.stop()
+
+    @kopf.on.probe(id="operator", registry=registry)
+    def probe(**_: Any) -> dict[str, float]:
+        return operator.healthy()
+
+    for watched in WATCHED:
+        _watch(registry, operator, watched.resource)
+    return registry
+
+
+def _watch(registry: kopf.OperatorRegistry, operator: Operator, resource: kube.Resource) -> None:
+    @kopf.on.event(resource.group, resource.version, resource.plural, registry=registry)
+    async def on_event(type: str | None, body: kopf.Body, **_: Any) -> None:
+        operator.saw(resource.kind, type, dict(body))
+
+
+def configure(settings: kopf.OperatorSettings) -> None:
+    settings.peering.standalone = True
+    settings.scanning.disabled = True
+    settings.posting.enabled = False
+    for watched in WATCHED:
+        if watched.selector is not None:
+            settings.watching.label_selectors[watched.resource.plural] = watched.selector
+    settings.watching.chunk_size = 500
+    settings.watching.server_timeout = 300
+    settings.watching.client_timeout = 330
+    settings.networking.connect_timeout = 10
+    settings.networking.request_timeout = 60
+    settings.execution.max_workers = 2

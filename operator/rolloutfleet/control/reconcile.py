@@ -1,0 +1,69 @@
+"""Reconcile one fleet: observe, plan, act. Everything that the operator decides happens in these three steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import datetime
+
+from pydantic import ValidationError
+
+from rolloutfleet.control.executor import Executor, Stop
+from rolloutfleet.control.store import FleetKey, FleetStore
+from rolloutfleet.kube.client import ApiError
+from rolloutfleet.kube.queue import WorkQueue
+from rolloutfleet.plan.actions import Requeue
+from rolloutfleet.plan.fleet import plan_fleet
+from rolloutfleet.plan.objects import Defaults
+
+logger = logging.getLogger(__name__)
+
+
+class Reconciler:
+    def __init__(
+        self,
+        *,
+        store: FleetStore,
+        executor: Executor,
+        queue: WorkQueue[FleetKey],
+        defaults: Defaults,
+        clock: Callable[[], datetime],
+    ) -> None:
+        self._store = store
+        self._executor = executor
+        self._queue = queue
+        self._defaults = defaults
+        self._clock = clock
+
+    async def __call__(self, key: FleetKey) -> None:
+        # Observe
+        try:
+            fleet = self._store.fleet(key)
+        except ValidationError as error:
+            logger.error("RolloutServer %s/%s cannot be read: %s", key.namespace, key.name, error)
+            return
+        if fleet is None:
+            return
+
+        # Plan
+        actions = plan_fleet(
+            fleet,
+            defaults=self._defaults,
+            applied_generations=self._store.applied_generations.get(key, {}),
+            now=self._clock(),
+        )
+
+        # Act
+        for action in actions:
+            if isinstance(action, Requeue):
+                self._queue.add_after(key, action.seconds)
+                continue
+            try:
+                await self._executor.perform(key, action)
+            except Stop:
+                # The world has moved: what remains of this plan was made for another one.
+                self._queue.add(key)
+                return
+            except ApiError:
+                logger.exception("%s/%s: %s failed", key.namespace, key.name, type(action).__name__)
+                raise

@@ -1,0 +1,224 @@
+"""What the operator has seen, by fleet. Watches, lists and pollers write it; a reconcile reads it as one `Fleet`.
+
+Nothing here is truth: all of it can be seen again after a restart. A full list replaces what is held of a kind, which
+heals deletions that a watch never told (kopf does not report what vanished while a watch was down).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from rolloutfleet.api.names import COMPONENT_ENGINE, COMPONENT_ROUTER, LABEL_COMPONENT, LABEL_SERVER
+from rolloutfleet.api.rollout_server import RolloutServer
+from rolloutfleet.api.server_group import ServerGroup
+from rolloutfleet.plan.failures import Trouble
+from rolloutfleet.plan.observed import EngineProbe, Fleet, LeaseView, engine_pod, router_pod
+
+logger = logging.getLogger(__name__)
+
+
+class FleetKey(NamedTuple):
+    namespace: str
+    name: str
+
+
+CHILD_KINDS = ("ServerGroup", "Deployment", "Service", "Role", "RoleBinding", "Lease")
+
+
+@dataclass
+class _Seen:
+    """All objects of one fleet, by kind and name."""
+
+    objects: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+
+
+class FleetStore:
+    def __init__(self, *, clock: Callable[[], datetime]) -> None:
+        self._clock = clock
+        self._fleets: dict[FleetKey, _Seen] = {}
+        self._lease_renewals: dict[FleetKey, tuple[str, datetime]] = {}
+        self.probes: dict[str, EngineProbe] = {}
+        self.tables: dict[str, dict[str, bool] | None] = {}
+        self.registering: dict[str, dict[str, datetime]] = {}
+        self.busy: dict[str, str] = {}
+        self.create_failures: dict[FleetKey, dict[str, Trouble]] = {}
+        self.catch_up_failures: dict[str, str] = {}
+        self.applied_generations: dict[FleetKey, dict[str, int]] = {}
+
+    # What watches and lists bring
+
+    @staticmethod
+    def key_of(kind: str, body: Mapping[str, Any]) -> FleetKey | None:
+        metadata = body["metadata"]
+        if kind == "RolloutServer":
+            return FleetKey(metadata["namespace"], metadata["name"])
+        server = (metadata.get("labels") or {}).get(LABEL_SERVER)
+        return FleetKey(metadata["namespace"], server) if server else None
+
+    def upsert(self, kind: str, body: Mapping[str, Any]) -> FleetKey | None:
+        """Take a newer version of an object; the key of its fleet if anything changed."""
+        key = self.key_of(kind, body)
+        if key is None:
+            return None
+        objects = self._fleets.setdefault(key, _Seen()).objects.setdefault(kind, {})
+        name = body["metadata"]["name"]
+        held = objects.get(name)
+        same = held is not None and held["metadata"].get("uid") == body["metadata"].get("uid")
+        if same and held is not None and _version(held) >= _version(body):
+            return None  # our own write was answered before the watch told about it
+        objects[name] = _trimmed(body)
+        if kind == "Lease":
+            return self._renewed(key, held, body)
+        return key
+
+    def remove(self, kind: str, body: Mapping[str, Any]) -> FleetKey | None:
+        key = self.key_of(kind, body)
+        if key is None or key not in self._fleets:
+            return None
+        objects = self._fleets[key].objects.get(kind, {})
+        held = objects.get(body["metadata"]["name"])
+        if held is None or held["metadata"].get("uid") != body["metadata"].get("uid"):
+            return None
+        self._forget(key, kind, held)
+        return key
+
+    def replace(self, kind: str, items: Iterable[Mapping[str, Any]]) -> set[FleetKey]:
+        """A full list: what it lacks is gone."""
+        changed: set[FleetKey] = set()
+        listed = {(item["metadata"]["namespace"], item["metadata"]["name"], item["metadata"]["uid"]) for item in items}
+        for key in list(self._fleets):
+            for name, held in list(self._fleets.get(key, _Seen()).objects.get(kind, {}).items()):
+                if (key.namespace, name, held["metadata"].get("uid")) not in listed:
+                    self._forget(key, kind, held)
+                    changed.add(key)
+        for item in items:
+            upserted = self.upsert(kind, item)
+            if upserted is not None:
+                changed.add(upserted)
+        return changed
+
+    def _forget(self, key: FleetKey, kind: str, held: Mapping[str, Any]) -> None:
+        del self._fleets[key].objects[kind][held["metadata"]["name"]]
+        uid = held["metadata"].get("uid", "")
+        if kind == "Pod":
+            self.probes.pop(uid, None)
+            self.tables.pop(uid, None)
+            self.registering.pop(uid, None)
+            self.catch_up_failures.pop(uid, None)
+        if not any(self._fleets[key].objects.values()):
+            self._fleets.pop(key, None)
+            self._lease_renewals.pop(key, None)
+            self.create_failures.pop(key, None)
+            self.applied_generations.pop(key, None)
+
+    def _renewed(self, key: FleetKey, held: Mapping[str, Any] | None, body: Mapping[str, Any]) -> FleetKey | None:
+        """Renewals come every few seconds and change nothing; a new holder does. Expiry runs by our own clock."""
+        spec = body.get("spec") or {}
+        old_spec = (held or {}).get("spec") or {}
+        stamp = f"{spec.get('holderIdentity')}/{spec.get('leaseTransitions')}/{spec.get('renewTime')}"
+        if self._lease_renewals.get(key, ("", None))[0] != stamp:
+            self._lease_renewals[key] = (stamp, self._clock())
+        same = all(spec.get(name) == old_spec.get(name) for name in ("holderIdentity", "leaseTransitions"))
+        return None if same and held is not None else key
+
+    # What reconciles and pollers read
+
+    def keys(self) -> list[FleetKey]:
+        return list(self._fleets)
+
+    def server(self, key: FleetKey) -> dict[str, Any] | None:
+        return self._objects(key, "RolloutServer").get(key.name)
+
+    def pods(self, component: str) -> list[tuple[FleetKey, dict[str, Any]]]:
+        return [
+            (key, pod)
+            for key in self._fleets
+            for pod in self._objects(key, "Pod").values()
+            if (pod["metadata"].get("labels") or {}).get(LABEL_COMPONENT) == component
+        ]
+
+    def fleet(self, key: FleetKey) -> Fleet | None:
+        """The fleet as seen now; None if there is no RolloutServer of that name. Raises ValidationError."""
+        body = self.server(key)
+        if body is None:
+            return None
+        server = RolloutServer.model_validate(body)
+        owned = {
+            kind: [child for child in self._objects(key, kind).values() if _owned_by(child, server.uid)]
+            for kind in CHILD_KINDS
+        }
+        pods = list(self._objects(key, "Pod").values())
+        now = self._clock()
+        return Fleet(
+            server=server,
+            groups=tuple(
+                sorted((_group(child) for child in owned["ServerGroup"]), key=lambda group: group.metadata["name"])
+            ),
+            engine_pods=tuple(engine_pod(pod) for pod in pods if _component(pod) == COMPONENT_ENGINE),
+            router_pods=tuple(
+                router_pod(
+                    pod,
+                    self.tables.get(pod["metadata"]["uid"]),
+                    frozenset(
+                        url for url, until in self.registering.get(pod["metadata"]["uid"], {}).items() if now < until
+                    ),
+                )
+                for pod in pods
+                if _component(pod) == COMPONENT_ROUTER and not pod["metadata"].get("deletionTimestamp")
+            ),
+            probes=self.probes,
+            busy=self.busy,
+            create_failures=self.create_failures.get(key, {}),
+            catch_up_failures=self.catch_up_failures,
+            lease=self._lease(key, owned["Lease"]),
+            children={f"{kind}/{child['metadata']['name']}": child for kind in CHILD_KINDS for child in owned[kind]},
+        )
+
+    def _objects(self, key: FleetKey, kind: str) -> dict[str, dict[str, Any]]:
+        seen = self._fleets.get(key)
+        return seen.objects.get(kind, {}) if seen else {}
+
+    def _lease(self, key: FleetKey, leases: list[dict[str, Any]]) -> LeaseView:
+        spec = (leases[0].get("spec") or {}) if leases else {}
+        renewed_at = self._lease_renewals.get(key, ("", None))[1]
+        if not spec.get("holderIdentity") or renewed_at is None:
+            return LeaseView()
+        seconds = int(spec.get("leaseDurationSeconds") or 15)
+        return LeaseView(
+            holder=spec["holderIdentity"],
+            fence=int(spec.get("leaseTransitions") or 0),
+            expires_at=renewed_at + timedelta(seconds=seconds),
+        )
+
+
+def _group(body: Mapping[str, Any]) -> ServerGroup:
+    try:
+        return ServerGroup.model_validate(body)
+    except ValidationError:
+        # A status written by another version: it is computed anew, the spec is what counts.
+        return ServerGroup.model_validate({**body, "status": {}})
+
+
+def _component(pod: Mapping[str, Any]) -> str:
+    return str((pod["metadata"].get("labels") or {}).get(LABEL_COMPONENT, ""))
+
+
+def _owned_by(child: Mapping[str, Any], uid: str) -> bool:
+    return any(owner.get("uid") == uid for owner in child["metadata"].get("ownerReferences") or [])
+
+
+def _version(body: Mapping[str, Any]) -> int:
+    return int(body["metadata"].get("resourceVersion") or 0)
+
+
+def _trimmed(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Without managedFields, which are often half of an object and decide nothing here."""
+    kept = dict(body)
+    kept["metadata"] = {name: value for name, value in body["metadata"].items() if name != "managedFields"}
+    return kept

@@ -1,0 +1,1 @@
+"""SGLang engines and sglang-router over HTTP: endpoints, payloads, time-outs, errors."""

@@ -1,0 +1,55 @@
+"""One way to call an engine or a router: a JSON body, a time-out, a typed error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from rolloutfleet.engine.errors import EngineRefused, EngineTimeout, EngineUnreachable
+
+CONNECT_SECONDS = 5.0
+
+
+class HttpPeer:
+    """A base URL and a shared connection pool."""
+
+    def __init__(self, url: str, *, http: httpx.AsyncClient) -> None:
+        self.url = url
+        self._http = http
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        seconds: float,
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+    ) -> httpx.Response:
+        """Raises EngineUnreachable, EngineTimeout, EngineRefused."""
+        target = f"{self.url}{path}"
+        timeout = httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
+        try:
+            response = await self._http.request(method, target, json=body, timeout=timeout, headers=headers)
+        except httpx.TimeoutException as error:
+            raise EngineTimeout(f"{method} {target}: no answer in {seconds:g} s") from error
+        except httpx.HTTPError as error:
+            raise EngineUnreachable(f"{method} {target}: {type(error).__name__} {error}".rstrip()) from error
+        if response.is_success:
+            return response
+        raise EngineRefused(
+            f"{method} {target}: {response.status_code} {_reason(response)}", status=response.status_code
+        )
+
+
+def _reason(response: httpx.Response) -> str:
+    """SGLang answers {"error": {"message"}}, {"error": text}, or {"success": false, "message": text}."""
+    try:
+        body = response.json()
+    except ValueError:
+        return response.text[:500]
+    if isinstance(body, dict):
+        error = body.get("error") or body.get("message") or body
+        return str(error.get("message") or error)[:500] if isinstance(error, dict) else str(error)[:500]
+    return str(body)[:500]

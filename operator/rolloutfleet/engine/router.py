@@ -1,0 +1,59 @@
+"""The REST API of one sglang-router replica (0.3.2).
+
+Its registry lives in memory only, and a 202 to a registration promises nothing: the list of workers is the truth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rolloutfleet.engine.errors import EngineRefused
+from rolloutfleet.engine.http import HttpPeer
+
+TABLE_SECONDS = 5.0
+
+WorkerType = Literal["regular", "prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class Worker:
+    id: str
+    url: str
+    worker_type: str
+    is_healthy: bool
+
+
+class RouterClient(HttpPeer):
+    async def list_workers(self) -> list[Worker]:
+        """Registered workers; registrations that are pending or have failed are not among them."""
+        answer = (await self._call("GET", "/workers", seconds=TABLE_SECONDS)).json()
+        return [
+            Worker(
+                id=str(worker["id"]),
+                url=str(worker["url"]).rstrip("/"),
+                worker_type=str(worker.get("worker_type", "")),
+                is_healthy=bool(worker.get("is_healthy")),
+            )
+            for worker in answer.get("workers") or []
+        ]
+
+    async def add_worker(self, url: str, *, worker_type: WorkerType = "regular") -> None:
+        """Ask for a registration; look for it in `list_workers`."""
+        await self._call("POST", "/workers", seconds=TABLE_SECONDS, body={"url": url, "worker_type": worker_type})
+
+    async def remove_worker(self, worker_id: str) -> None:
+        """Requests in flight on it complete. One that is gone already is success."""
+        try:
+            await self._call("DELETE", f"/workers/{worker_id}", seconds=TABLE_SECONDS)
+        except EngineRefused as error:
+            if error.status != 404:
+                raise
+
+    async def generate(
+        self, payload: dict[str, Any], *, seconds: float, routing_key: str | None = None
+    ) -> dict[str, Any]:
+        headers = {"X-SMG-Routing-Key": routing_key} if routing_key else None
+        answer = await self._call("POST", "/generate", seconds=seconds, body=payload, headers=headers)
+        result: dict[str, Any] = answer.json()
+        return result

@@ -1,0 +1,112 @@
+"""The HTTP API of one SGLang server (0.5.23), as far as the operator and the agent use it.
+
+Every POST carries a JSON body, since SGLang answers 400 without one. Nothing is retried here: what is safe to repeat
+is the caller's knowledge (a second release or resume of memory kills SGLang's scheduler).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rolloutfleet.engine.errors import EngineRefused
+from rolloutfleet.engine.http import HttpPeer
+
+FLAG_SECONDS = 3.0
+CONTROL_SECONDS = 60.0
+CHECKSUM_SECONDS = 120.0
+LOAD_SECONDS = 1800.0
+
+PauseMode = Literal["abort", "retract", "in_place"]
+MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    model_path: str
+    weight_version: str
+    """A label: a failed update may leave it wrong either way."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Summed over data-parallel ranks."""
+
+    running: int
+    waiting: int
+
+
+class EngineClient(HttpPeer):
+    async def ping(self) -> bool:
+        """True while the server is up, paused or not. A flag: asks no scheduler."""
+        return await self._flag("/ping")
+
+    async def ready(self) -> bool:
+        """True while the server is up and not paused."""
+        return await self._flag("/ready")
+
+    async def _flag(self, path: str) -> bool:
+        try:
+            await self._call("GET", path, seconds=FLAG_SECONDS)
+        except EngineRefused:
+            return False
+        return True
+
+    async def model_info(self) -> ModelInfo:
+        info = (await self._call("GET", "/model_info", seconds=FLAG_SECONDS)).json()
+        return ModelInfo(model_path=str(info.get("model_path", "")), weight_version=str(info.get("weight_version", "")))
+
+    async def load(self) -> Load:
+        answer = (await self._call("GET", "/v1/loads?include=core", seconds=FLAG_SECONDS)).json()
+        ranks = answer.get("loads") or []
+        return Load(
+            running=sum(int(rank.get("num_running_reqs", 0)) for rank in ranks),
+            waiting=sum(int(rank.get("num_waiting_reqs", 0)) for rank in ranks),
+        )
+
+    async def checksum(self, *, seconds: float = CHECKSUM_SECONDS) -> str:
+        """Digest of the weights as loaded, over all ranks: equal for equal weights in an equal parallel layout."""
+        answer = (await self._call("POST", "/weights_checker", seconds=seconds, body={"action": "checksum"})).json()
+        digest = answer.get("per_engine_checksum")
+        if not answer.get("success", True) or not digest:
+            raise EngineRefused(f"{self.url}: no weights checksum: {answer.get('message')}", status=200)
+        return str(digest)
+
+    async def pause(self, mode: PauseMode, *, seconds: float = CONTROL_SECONDS) -> None:
+        """abort: running requests end with finish reason abort. retract: they wait and are computed anew.
+        in_place: they freeze with their KV cache."""
+        await self._call("POST", "/pause_generation", seconds=seconds, body={"mode": mode})
+
+    async def continue_generation(self, *, seconds: float = CONTROL_SECONDS) -> None:
+        await self._call("POST", "/continue_generation", seconds=seconds, body={})
+
+    async def abort_all(self, *, seconds: float = CONTROL_SECONDS) -> None:
+        await self._call("POST", "/abort_request", seconds=seconds, body={"abort_all": True})
+
+    async def flush_cache(self, *, wait_seconds: int = 0) -> None:
+        """Drop the KV cache. Refused (400) unless idle; with `wait_seconds` the engine waits for idleness that long.
+        After pause('retract') call it without waiting."""
+        path = f"/flush_cache?timeout={wait_seconds}" if wait_seconds else "/flush_cache"
+        await self._call("POST", path, seconds=CONTROL_SECONDS + wait_seconds, body={})
+
+    async def update_weights_from_disk(
+        self, path: str, *, version: int, flush_cache: bool = True, seconds: float = LOAD_SECONDS
+    ) -> None:
+        """Load a checkpoint that the engine sees at `path`. A checkpoint of another shape kills the scheduler."""
+        body = {"model_path": path, "weight_version": str(version), "flush_cache": flush_cache}
+        answer = (await self._call("POST", "/update_weights_from_disk", seconds=seconds, body=body)).json()
+        if not answer.get("success", False):
+            raise EngineRefused(f"{self.url}: {path} not loaded: {answer.get('message')}", status=200)
+
+    async def release_memory(self, tags: Sequence[MemoryTag], *, seconds: float = CONTROL_SECONDS) -> None:
+        """Not idempotent, and only on an idle engine: otherwise the scheduler dies."""
+        await self._call("POST", "/release_memory_occupation", seconds=seconds, body={"tags": list(tags)})
+
+    async def resume_memory(self, tags: Sequence[MemoryTag], *, seconds: float = CONTROL_SECONDS) -> None:
+        """Not idempotent: a tag that is not released kills the scheduler."""
+        await self._call("POST", "/resume_memory_occupation", seconds=seconds, body={"tags": list(tags)})
+
+    async def generate(self, payload: dict[str, Any], *, seconds: float) -> dict[str, Any]:
+        answer: dict[str, Any] = (await self._call("POST", "/generate", seconds=seconds, body=payload)).json()
+        return answer

@@ -1,0 +1,1 @@
+"""The Kubernetes API as we use it: raw objects over HTTP, Leases, a work queue."""

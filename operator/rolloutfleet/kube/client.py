@@ -1,0 +1,270 @@
+"""The few verbs of the Kubernetes API that we need, on raw objects, over httpx.
+
+Raw mappings keep what we do not know, cost nothing to decode, and are what server-side apply wants. Retries have one
+owner: this client repeats a request that the server has certainly not performed (429, 503, refused connection);
+everything else is told to the caller, whose level-based loop comes again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from rolloutfleet.kube.config import Credentials
+from rolloutfleet.kube.errors import (
+    AlreadyExists,
+    ApiError,
+    Conflict,
+    Expired,
+    Forbidden,
+    Invalid,
+    NotFound,
+    TooManyRequests,
+    Unreachable,
+    error_from,
+)
+from rolloutfleet.kube.resources import (
+    DEPLOYMENT,
+    EVENT,
+    LEASE,
+    MUTATING_WEBHOOK,
+    POD,
+    ROLE,
+    ROLE_BINDING,
+    ROLLOUT_SERVER,
+    SECRET,
+    SERVER_GROUP,
+    SERVICE,
+    Resource,
+    by_kind,
+)
+
+Object = dict[str, Any]
+
+REQUEST_SECONDS = 30.0
+WATCH_SECONDS = 300
+CHUNK = 500
+ATTEMPTS = 4
+_PERFORMED_NOT = frozenset({429, 503})
+
+
+@dataclass(frozen=True)
+class Listed:
+    items: list[Object]
+    resource_version: str
+
+
+@dataclass(frozen=True)
+class WatchEvent:
+    type: str
+    """ADDED, MODIFIED, DELETED or BOOKMARK."""
+    object: Object
+
+
+class KubeApi:
+    """Raises ApiError and its kinds (kube/errors.py)."""
+
+    def __init__(self, credentials: Credentials, *, max_connections: int = 64) -> None:
+        self.credentials = credentials
+        self._http = httpx.AsyncClient(
+            base_url=credentials.server,
+            verify=credentials.tls,
+            trust_env=False,
+            timeout=httpx.Timeout(REQUEST_SECONDS, connect=10.0),
+            limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
+        )
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def get(self, resource: Resource, name: str, *, namespace: str | None = None) -> Object:
+        return await self._request("GET", resource.path(namespace, name))
+
+    async def list(
+        self,
+        resource: Resource,
+        *,
+        namespace: str | None = None,
+        label_selector: str | None = None,
+        field_selector: str | None = None,
+    ) -> Listed:
+        """Everything, read in chunks."""
+        items: list[Object] = []
+        token = ""
+        while True:
+            parameters = _selectors(label_selector, field_selector) | {"limit": str(CHUNK)}
+            if token:
+                parameters["continue"] = token
+            page = await self._request("GET", resource.path(namespace), parameters=parameters)
+            items += page.get("items") or []
+            token = page["metadata"].get("continue") or ""
+            if not token:
+                return Listed(items=items, resource_version=page["metadata"].get("resourceVersion", ""))
+
+    async def watch(
+        self,
+        resource: Resource,
+        *,
+        resource_version: str,
+        namespace: str | None = None,
+        label_selector: str | None = None,
+        field_selector: str | None = None,
+        seconds: int = WATCH_SECONDS,
+    ) -> AsyncIterator[WatchEvent]:
+        """Changes since that version, until the server ends the watch. Raises Expired when it must be listed again."""
+        parameters = _selectors(label_selector, field_selector) | {
+            "watch": "1",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": resource_version,
+            "timeoutSeconds": str(seconds),
+        }
+        # The server sends a bookmark about every minute: a longer silence is a dead connection.
+        timeout = httpx.Timeout(90.0, connect=10.0)
+        path = resource.path(namespace)
+        try:
+            async with self._http.stream(
+                "GET", path, params=parameters, headers=self._headers(), timeout=timeout
+            ) as response:
+                if response.status_code != httpx.codes.OK:
+                    text = (await response.aread()).decode(errors="replace")
+                    raise error_from(response.status_code, _parsed(text), text)
+                async for line in response.aiter_lines():
+                    event = json.loads(line)
+                    if event["type"] == "ERROR":
+                        status = event["object"]
+                        raise error_from(int(status.get("code") or 0), status, line)
+                    yield WatchEvent(type=event["type"], object=event["object"])
+        except httpx.HTTPError as error:
+            raise Unreachable(f"watch {path}: {type(error).__name__} {error}") from error
+
+    async def create(self, resource: Resource, manifest: Object) -> Object:
+        namespace = manifest["metadata"].get("namespace")
+        return await self._request("POST", resource.path(namespace), body=manifest)
+
+    async def update(self, resource: Resource, manifest: Object) -> Object:
+        """Replace; metadata.resourceVersion makes it conditional (Conflict)."""
+        metadata = manifest["metadata"]
+        return await self._request("PUT", resource.path(metadata.get("namespace"), metadata["name"]), body=manifest)
+
+    async def apply(
+        self,
+        resource: Resource,
+        manifest: Object,
+        *,
+        field_manager: str,
+        force: bool = True,
+        subresource: str | None = None,
+    ) -> Object:
+        """Server-side apply. It creates what is absent: give metadata.uid to touch only the object that was seen."""
+        metadata = manifest["metadata"]
+        return await self._request(
+            "PATCH",
+            resource.path(metadata.get("namespace"), metadata["name"], subresource),
+            parameters={"fieldManager": field_manager, "force": "true" if force else "false"},
+            body=manifest,
+            content_type="application/apply-patch+yaml",
+        )
+
+    async def patch(
+        self, resource: Resource, name: str, body: Any, *, namespace: str | None = None, subresource: str | None = None
+    ) -> Object:
+        """A JSON patch if `body` is a list, else a merge patch."""
+        kind = "application/json-patch+json" if isinstance(body, list) else "application/merge-patch+json"
+        return await self._request("PATCH", resource.path(namespace, name, subresource), body=body, content_type=kind)
+
+    async def delete(
+        self,
+        resource: Resource,
+        name: str,
+        *,
+        namespace: str | None = None,
+        uid: str | None = None,
+        grace_seconds: int | None = None,
+    ) -> None:
+        """In the background; with `uid` only that very object (Conflict otherwise)."""
+        options: Object = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Background"}
+        if uid:
+            options["preconditions"] = {"uid": uid}
+        if grace_seconds is not None:
+            options["gracePeriodSeconds"] = grace_seconds
+        await self._request("DELETE", resource.path(namespace, name), body=options)
+
+    def _headers(self) -> dict[str, str]:
+        token = self.credentials.token()
+        return {"Authorization": f"Bearer {token}"} if token else {}
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        parameters: dict[str, str] | None = None,
+        body: Any = None,
+        content_type: str = "application/json",
+    ) -> Object:
+        content = json.dumps(body) if body is not None else None
+        for attempt in range(1, ATTEMPTS + 1):
+            headers = self._headers() | ({"Content-Type": content_type} if content is not None else {})
+            try:
+                response = await self._http.request(method, path, params=parameters, content=content, headers=headers)
+            except httpx.ConnectError as error:
+                if attempt == ATTEMPTS:
+                    raise Unreachable(f"{method} {path}: {error}") from error
+                await asyncio.sleep(0.2 * 2**attempt)
+                continue
+            except httpx.HTTPError as error:
+                raise Unreachable(f"{method} {path}: {type(error).__name__} {error}") from error
+            if response.status_code in _PERFORMED_NOT and attempt < ATTEMPTS:
+                await asyncio.sleep(min(float(response.headers.get("Retry-After") or 0.2 * 2**attempt), 10.0))
+                continue
+            if response.is_success:
+                answer: Object = response.json()
+                return answer
+            raise error_from(response.status_code, _parsed(response.text), response.text)
+        raise AssertionError("unreachable")
+
+
+def _selectors(label: str | None, field: str | None) -> dict[str, str]:
+    return ({"labelSelector": label} if label else {}) | ({"fieldSelector": field} if field else {})
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+__all__ = [
+    "DEPLOYMENT",
+    "EVENT",
+    "LEASE",
+    "MUTATING_WEBHOOK",
+    "POD",
+    "ROLE",
+    "ROLE_BINDING",
+    "ROLLOUT_SERVER",
+    "SECRET",
+    "SERVER_GROUP",
+    "SERVICE",
+    "AlreadyExists",
+    "ApiError",
+    "Conflict",
+    "Expired",
+    "Forbidden",
+    "Invalid",
+    "KubeApi",
+    "Listed",
+    "NotFound",
+    "Object",
+    "Resource",
+    "TooManyRequests",
+    "Unreachable",
+    "WatchEvent",
+    "by_kind",
+]

@@ -1,0 +1,75 @@
+"""Where the API server is and who we are: from the pod's service account, or from a user's kubeconfig."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
+
+class NoCluster(RuntimeError):
+    """Neither a service account nor a kubeconfig was found."""
+
+
+@dataclass(frozen=True)
+class Credentials:
+    server: str
+    """Base URL of the API server."""
+    tls: ssl.SSLContext
+    token: Callable[[], str | None]
+    """Asked for with each request: the kubelet renews a pod's token about every hour."""
+    namespace: str
+
+
+def load_credentials() -> Credentials:
+    """In a pod its service account, unless KUBECONFIG says otherwise. Raises NoCluster."""
+    if not os.environ.get("KUBECONFIG") and (SERVICE_ACCOUNT / "token").exists():
+        return _in_cluster()
+    return _from_kubeconfig()
+
+
+def _in_cluster() -> Credentials:
+    host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    if not host:
+        raise NoCluster("KUBERNETES_SERVICE_HOST: missing although a service account is mounted")
+    bracketed = f"[{host}]" if ":" in host else host
+    return Credentials(
+        server=f"https://{bracketed}:{port}",
+        tls=ssl.create_default_context(cafile=str(SERVICE_ACCOUNT / "ca.crt")),
+        token=lambda: (SERVICE_ACCOUNT / "token").read_text().strip(),
+        namespace=(SERVICE_ACCOUNT / "namespace").read_text().strip(),
+    )
+
+
+def _from_kubeconfig() -> Credentials:
+    from kubernetes.client import Configuration
+    from kubernetes.config import list_kube_config_contexts, load_kube_config
+    from kubernetes.config.config_exception import ConfigException
+
+    configuration = Configuration()
+    try:
+        load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+        _, active = list_kube_config_contexts()  # type: ignore[no-untyped-call]
+    except ConfigException as error:
+        raise NoCluster(f"no service account is mounted and no kubeconfig can be used: {error}") from error
+    tls = ssl.create_default_context(cafile=configuration.ssl_ca_cert)
+    if not configuration.verify_ssl:
+        tls.check_hostname = False
+        tls.verify_mode = ssl.CERT_NONE
+    if configuration.cert_file:
+        tls.load_cert_chain(configuration.cert_file, configuration.key_file)
+
+    def token() -> str | None:
+        header = configuration.get_api_key_with_prefix("authorization")
+        return str(header).removeprefix("Bearer ") if header else None
+
+    return Credentials(
+        server=str(configuration.host).rstrip("/"),
+        tls=tls,
+        token=token,
+        namespace=str(active.get("context", {}).get("namespace") or "default"),
+    )

@@ -1,0 +1,66 @@
+"""Where each kind that we touch lives in the API."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rolloutfleet.api.names import GROUP, VERSION
+
+
+@dataclass(frozen=True)
+class Resource:
+    group: str
+    version: str
+    plural: str
+    kind: str
+    namespaced: bool = True
+
+    @property
+    def api_version(self) -> str:
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
+        """The URL path; no namespace means all of them."""
+        parts = [f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"]
+        if self.namespaced and namespace:
+            parts += ["namespaces", namespace]
+        parts += [part for part in (self.plural, name, subresource) if part]
+        return "/".join(parts)
+
+
+ROLLOUT_SERVER = Resource(GROUP, VERSION, "rolloutservers", "RolloutServer")
+SERVER_GROUP = Resource(GROUP, VERSION, "servergroups", "ServerGroup")
+POD = Resource("", "v1", "pods", "Pod")
+SERVICE = Resource("", "v1", "services", "Service")
+SECRET = Resource("", "v1", "secrets", "Secret")
+DEPLOYMENT = Resource("apps", "v1", "deployments", "Deployment")
+ROLE = Resource("rbac.authorization.k8s.io", "v1", "roles", "Role")
+ROLE_BINDING = Resource("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding")
+LEASE = Resource("coordination.k8s.io", "v1", "leases", "Lease")
+EVENT = Resource("events.k8s.io", "v1", "events", "Event")
+MUTATING_WEBHOOK = Resource(
+    "admissionregistration.k8s.io",
+    "v1",
+    "mutatingwebhookconfigurations",
+    "MutatingWebhookConfiguration",
+    namespaced=False,
+)
+
+_ALL = (
+    ROLLOUT_SERVER,
+    SERVER_GROUP,
+    POD,
+    SERVICE,
+    SECRET,
+    DEPLOYMENT,
+    ROLE,
+    ROLE_BINDING,
+    LEASE,
+    EVENT,
+    MUTATING_WEBHOOK,
+)
+_BY_KIND = {resource.kind: resource for resource in _ALL}
+
+
+def by_kind(kind: str) -> Resource:
+    return _BY_KIND[kind]

@@ -1,0 +1,139 @@
+"""What a plan may ask for. Each action is one step of I/O, safe to repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Apply:
+    """Server-side apply of an object that the operator owns."""
+
+    manifest: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ApplyStatus:
+    """Server-side apply of our part of a status."""
+
+    kind: str
+    name: str
+    uid: str
+    status: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class CreatePod:
+    manifest: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class DeletePod:
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True)
+class DeleteObject:
+    """An owned object that is not wanted any more."""
+
+    kind: str
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True)
+class SetGate:
+    """The Routable condition of a pod."""
+
+    pod: str
+    uid: str
+    routable: bool
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Register:
+    """Add an engine to one router replica. Refused when the trainer has begun an update since we looked."""
+
+    router: str
+    router_url: str
+    url: str
+    training_key: str
+
+
+@dataclass(frozen=True)
+class Deregister:
+    router: str
+    router_url: str
+    url: str
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Read an engine's label and weights checksum."""
+
+    pod_uid: str
+    url: str
+    training_key: str
+
+
+@dataclass(frozen=True)
+class CatchUp:
+    """Load a committed checkpoint into an engine that no router lists, and let it continue."""
+
+    pod_uid: str
+    url: str
+    path: str
+    version: int
+    expected: str
+    """Checksum that it must have afterwards; empty while nobody has measured it."""
+    training_key: str
+
+
+@dataclass(frozen=True)
+class Continue:
+    """Resume generation on an engine that nobody holds and whose weights are right."""
+
+    pod_uid: str
+    url: str
+    training_key: str
+
+
+@dataclass(frozen=True)
+class Emit:
+    """A Kubernetes event, on a transition."""
+
+    kind: str
+    name: str
+    uid: str
+    warning: bool
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Requeue:
+    """Look again after so many seconds, although nothing may have changed: a deadline passes by itself."""
+
+    seconds: float
+
+
+Action = (
+    Apply
+    | ApplyStatus
+    | CreatePod
+    | DeletePod
+    | DeleteObject
+    | SetGate
+    | Register
+    | Deregister
+    | Verify
+    | CatchUp
+    | Continue
+    | Emit
+    | Requeue
+)

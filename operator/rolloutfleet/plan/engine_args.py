@@ -1,0 +1,114 @@
+"""The command line of an engine, from typed fields and the user's `args`.
+
+The kubelet expands `$(NAME)` and `$$` in container args; SGLang's argparse reads a word that starts with '-' as an
+option and wants several words for some flags. All of that is settled here, so that what the user wrote is what
+SGLang's process receives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rolloutfleet.api.names import ENGINE_PORT, INITIAL_WEIGHT_VERSION, ROUTER_METRICS_PORT, ROUTER_PORT
+from rolloutfleet.api.rollout_server import RouterSpec
+from rolloutfleet.api.server_group import ServerGroupSpec
+
+MULTI_VALUE_FLAGS = frozenset(
+    {
+        "allowed-media-domains",
+        "bucket-e2e-request-latency",
+        "bucket-inter-token-latency",
+        "bucket-time-to-first-token",
+        "cuda-graph-bs",
+        "cuda-graph-bs-decode",
+        "cuda-graph-bs-prefill",
+        "custom-weight-loader",
+        "debug-tensor-dump-layers",
+        "encoder-register-urls",
+        "encoder-urls",
+        "flashinfer-autotune-skip-ops",
+        "gc-threshold",
+        "generation-tokens-buckets",
+        "log-requests-target",
+        "lora-paths",
+        "lora-target-modules",
+        "numa-node",
+        "prefill-delayer-forward-passes-buckets",
+        "prefill-delayer-wait-seconds-buckets",
+        "prompt-tokens-buckets",
+        "return-aux-hidden-state-layer-ids",
+        "tokenizer-metrics-allowed-custom-labels",
+        "uvicorn-access-log-exclude-prefixes",
+    }
+)
+"""Flags of SGLang 0.5.12 to 0.5.23 that take several words (nargs other than one in its parser)."""
+
+
+def escape_for_kubelet(word: str) -> str:
+    """A '$' that the kubelet hands on as it is (container args expand `$(NAME)`, and `$$` stands for '$')."""
+    return word.replace("$", "$$")
+
+
+def flag_words(args: Mapping[str, str], multi_value: frozenset[str] = frozenset()) -> list[str]:
+    """Words of a command line, in the order of flag names: the order in a manifest means nothing."""
+    words: list[str] = []
+    for flag in sorted(args):
+        value = args[flag]
+        if value == "":
+            words.append(f"--{flag}")
+        elif flag in multi_value:
+            words += [f"--{flag}", *value.split()]
+        elif value.startswith("-"):
+            words.append(f"--{flag}={value}")
+        else:
+            words += [f"--{flag}", value]
+    return words
+
+
+def escaped(words: Sequence[str]) -> list[str]:
+    return [escape_for_kubelet(word) for word in words]
+
+
+def engine_arguments(spec: ServerGroupSpec) -> list[str]:
+    """Arguments of `sglang.launch_server` for a one-pod engine, ready for a container's `args`."""
+    engine = spec.engine
+    ours = {
+        "model-path": spec.model.path,
+        "host": "0.0.0.0",
+        "port": str(ENGINE_PORT),
+        "tp-size": str(engine.tensor_parallel),
+        "pp-size": str(engine.pipeline_parallel),
+        "weight-version": str(INITIAL_WEIGHT_VERSION),
+    }
+    if spec.model.served_name is not None:
+        ours["served-model-name"] = spec.model.served_name
+    if spec.offload:
+        ours["enable-memory-saver"] = ""
+    return escaped(flag_words(ours) + flag_words(engine.args, MULTI_VALUE_FLAGS))
+
+
+ROUTER_DEFAULTS: Mapping[str, str] = {
+    # A client's bad requests count as failures of a healthy engine (ten 4xx in a row open its breaker).
+    "disable-circuit-breaker": "",
+    # /health of an engine generates a token and fails while the trainer holds it; /ping is a flag.
+    "health-check-endpoint": "/ping",
+    "health-check-interval-secs": "5",
+    "health-failure-threshold": "2",
+    "health-success-threshold": "1",
+    # A registration of an unreachable address blocks one of ten job slots for this long.
+    "worker-startup-timeout-secs": "60",
+    # Rollouts may generate for hours, and a request held by a pause must not run out.
+    "request-timeout-secs": "14400",
+}
+
+
+def router_arguments(spec: RouterSpec) -> list[str]:
+    """Arguments of `sglang_router.launch_router`, ready for a container's `args`."""
+    ours = {
+        "host": "0.0.0.0",
+        "port": str(ROUTER_PORT),
+        "policy": spec.policy,
+        "prometheus-host": "0.0.0.0",
+        "prometheus-port": str(ROUTER_METRICS_PORT),
+    }
+    return escaped(flag_words({**ROUTER_DEFAULTS, **ours, **spec.args}))

@@ -1,0 +1,163 @@
+"""The whole plan of one fleet, top to bottom. Order matters: actions are performed one by one, as listed.
+
+1. Routers forget engines that must not serve. 2. Statuses record new epochs. 3. Pods are deleted and created.
+4. Routers learn engines that may serve. 5. Gates, proofs and catch-ups. 6. The server's status, events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+
+from rolloutfleet.api.schema import Model, Resource
+from rolloutfleet.plan.actions import (
+    Action,
+    ApplyStatus,
+    CatchUp,
+    Continue,
+    DeletePod,
+    Deregister,
+    Requeue,
+    SetGate,
+    Verify,
+)
+from rolloutfleet.plan.engines import EngineView, Weights
+from rolloutfleet.plan.groups import GroupPlan, plan_group
+from rolloutfleet.plan.membership import Membership, membership_of, table_actions, table_complete
+from rolloutfleet.plan.objects import Defaults, child_actions
+from rolloutfleet.plan.observed import Fleet, parse_time
+from rolloutfleet.plan.status import group_events, group_status, routable, server_events, server_status
+from rolloutfleet.plan.training import Training, training_of
+
+
+def plan_fleet(
+    fleet: Fleet, *, defaults: Defaults, applied_generations: Mapping[str, int], now: datetime
+) -> list[Action]:
+    if fleet.server.metadata.get("deletionTimestamp"):
+        return []  # owner references take everything with it
+    training = training_of(fleet, now)
+    groups = [group for group in fleet.groups if not group.metadata.get("deletionTimestamp")]
+    plans = [plan_group(group, fleet, training, now) for group in groups]
+    engines = [view for plan in plans for view in plan.engines]
+    membership = membership_of(engines, training)
+
+    actions = child_actions(fleet, defaults, applied_generations)
+    tables = table_actions(fleet.router_pods, membership, training)
+    actions += [action for action in tables if isinstance(action, Deregister)]
+
+    statuses = [(plan, group_status(plan, training, now)) for plan in plans]
+    for plan, status in statuses:
+        if status != plan.group.status:
+            actions.append(_apply_status("ServerGroup", plan.group, status))
+        actions += plan.pod_actions
+    actions += _orphans(fleet, plans)
+
+    actions += [action for action in tables if not isinstance(action, Deregister)]
+    actions += _router_gates(fleet, membership)
+    for view in engines:
+        actions += _engine_gate(view, training)
+        actions += _engine_work(view, fleet, training)
+
+    overall = server_status(fleet, statuses, membership, training, now)
+    if overall != fleet.server.status.model_copy(update={"training": None}):
+        actions.append(_apply_status("RolloutServer", fleet.server, overall))
+    for plan, status in statuses:
+        actions += group_events(plan.group, status)
+    actions += server_events(fleet.server, overall)
+    return actions + _wake_up(engines, plans, training, now)
+
+
+def _apply_status(kind: str, owner: Resource, status: Model) -> ApplyStatus:
+    return ApplyStatus(kind=kind, name=owner.name, uid=owner.uid, status=status.dump())
+
+
+def _orphans(fleet: Fleet, plans: Sequence[GroupPlan]) -> list[Action]:
+    """Pods whose ServerGroup is gone, or was made anew under the same name."""
+    owners = {plan.group.uid for plan in plans}
+    return [
+        DeletePod(name=pod.name, uid=pod.uid)
+        for pod in fleet.engine_pods
+        if pod.group_uid not in owners and not pod.deleting
+    ]
+
+
+def _router_gates(fleet: Fleet, membership: Membership) -> list[Action]:
+    actions: list[Action] = []
+    for router in fleet.router_pods:
+        if not router.running:
+            continue
+        complete = table_complete(router, membership)
+        if router.gate is complete or (router.gate and router.workers is None):
+            continue  # one missed poll is no reason to take a replica out of its Service
+        actions.append(
+            SetGate(
+                pod=router.name,
+                uid=router.uid,
+                routable=complete,
+                reason="TableComplete" if complete else "TableIncomplete",
+                message=f"{len(router.workers or {})} of {len(membership.wanted)} engines listed",
+            )
+        )
+    return actions
+
+
+def _engine_gate(view: EngineView, training: Training) -> list[Action]:
+    if view.pod is None or view.pod.deleting or view.pod.ended:
+        return []
+    wanted = routable(view, training)
+    if view.pod.gate is wanted:
+        return []
+    if not wanted and view.pod.gate is None and not view.answering:
+        return []  # a gate that was never set counts as False
+    return [
+        SetGate(
+            pod=view.pod.name,
+            uid=view.pod.uid,
+            routable=wanted,
+            reason="Serving" if wanted else (view.record.reason or "NotRegistered"),
+            message=f"weight version {training.version}" if wanted else view.record.message,
+        )
+    ]
+
+
+def _engine_work(view: EngineView, fleet: Fleet, training: Training) -> list[Action]:
+    """Prove, bring up to date, or resume one engine that nobody holds."""
+    pod = view.pod
+    if pod is None or not view.answering or view.leaving or pod.uid in fleet.busy:
+        return []
+    if training.held or pod.name in training.memory_held:
+        return []
+    if view.weights is Weights.UNPROVED:
+        return [Verify(pod_uid=pod.uid, url=pod.url, training_key=training.key)]
+    if view.weights is Weights.BEHIND and not view.listed:
+        return [
+            CatchUp(
+                pod_uid=pod.uid,
+                url=pod.url,
+                path=training.path,
+                version=training.version,
+                expected=view.expected,
+                training_key=training.key,
+            )
+        ]
+    if view.weights is Weights.CURRENT and view.probe.paused:
+        return [Continue(pod_uid=pod.uid, url=pod.url, training_key=training.key)]
+    return []
+
+
+def _wake_up(
+    engines: Sequence[EngineView], plans: Sequence[GroupPlan], training: Training, now: datetime
+) -> list[Action]:
+    """The next moment at which time alone changes the plan."""
+    moments = [parse_time(view.record.retry_at) for view in engines if view.pod is None]
+    for plan in plans:
+        deadline = timedelta(seconds=plan.group.spec.recovery.startup_deadline_seconds + 1)
+        moments += [
+            view.pod.running_since + deadline
+            for view in plan.engines
+            if view.pod is not None and view.pod.running_since is not None and not view.answering
+        ]
+    moments.append(training.held_until)
+    ahead = [(moment - now).total_seconds() for moment in moments if moment is not None]
+    soonest = min((seconds for seconds in ahead if seconds > 0), default=None)
+    return [] if soonest is None else [Requeue(seconds=soonest + 0.1)]

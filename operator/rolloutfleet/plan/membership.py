@@ -1,0 +1,84 @@
+"""Which engines a router may send requests to, and how far each router's table is from that.
+
+Registration is the publication boundary: an engine enters a table only with proven weights, and leaves it before
+anything else happens to it. A router's table is compared as a whole, so a ghost (an address that now belongs to
+nobody, or to somebody else) is removed like any other surplus entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rolloutfleet.plan.actions import Action, Deregister, Register
+from rolloutfleet.plan.engines import EngineView, Weights
+from rolloutfleet.plan.observed import RouterPod
+from rolloutfleet.plan.training import Training
+
+
+@dataclass(frozen=True)
+class Membership:
+    """URLs by what routers should do with them."""
+
+    wanted: frozenset[str]
+    """To be listed by every router."""
+    tolerated: frozenset[str]
+    """To be left as they are: the trainer holds them, or their proof is being renewed."""
+
+
+def membership_of(engines: Iterable[EngineView], training: Training) -> Membership:
+    wanted: set[str] = set()
+    tolerated: set[str] = set()
+    for engine in engines:
+        pod = engine.pod
+        if pod is None or not pod.alive or not pod.url or engine.leaving:
+            continue
+        if training.held or pod.name in training.memory_held:
+            tolerated.add(pod.url)
+        elif engine.weights is Weights.CURRENT and (engine.probe.answering or engine.listed):
+            # One that stops answering stays listed: the router's own health check takes it out and in again.
+            wanted.add(pod.url)
+        elif (
+            engine.weights is Weights.UNPROVED
+            and engine.probe.label in ("", str(training.version))
+            and pod.name not in training.distrusted_pods
+        ):
+            # It was listed on proof; an operator that has just started reads the checksum again meanwhile.
+            tolerated.add(pod.url)
+    return Membership(wanted=frozenset(wanted), tolerated=frozenset(tolerated))
+
+
+def table_actions(routers: Sequence[RouterPod], membership: Membership, training: Training) -> list[Action]:
+    removals: list[Action] = []
+    additions: list[Action] = []
+    for router in routers:
+        if router.workers is None:
+            continue
+        removals += [
+            Deregister(router=router.name, router_url=router.url, url=url)
+            for url in sorted(set(router.workers) - membership.wanted - membership.tolerated)
+        ]
+        additions += [
+            Register(router=router.name, router_url=router.url, url=url, training_key=training.key)
+            for url in sorted(membership.wanted - set(router.workers) - router.registering)
+        ]
+    return removals + additions
+
+
+def table_complete(router: RouterPod, membership: Membership) -> bool:
+    return router.workers is not None and membership.wanted <= set(router.workers)
+
+
+def deciding_routers(routers: Sequence[RouterPod]) -> list[RouterPod]:
+    """Routers whose word counts: those that take traffic, or while none does, those that answer."""
+    known = [router for router in routers if router.running and router.workers is not None]
+    return [router for router in known if router.gate] or known
+
+
+def listed_anywhere(url: str, routers: Sequence[RouterPod]) -> bool:
+    return any(url in (router.workers or ()) or url in router.registering for router in routers)
+
+
+def acknowledged_everywhere(url: str, routers: Sequence[RouterPod]) -> bool:
+    deciding = deciding_routers(routers)
+    return bool(url) and bool(deciding) and all((router.workers or {}).get(url) is True for router in deciding)

@@ -1,0 +1,276 @@
+"""The objects around the engines: ServerGroups, the router's Deployment and Service, the trainers' rights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rolloutfleet.api.names import (
+    ANNOTATION_REVISION,
+    API_VERSION,
+    COMPONENT_ROUTER,
+    GATE_ROUTABLE,
+    GROUP,
+    LABEL_COMPONENT,
+    LABEL_MANAGED_BY,
+    LABEL_SERVER,
+    MANAGED_BY,
+    ROUTER_CONTAINER,
+    ROUTER_METRICS_PORT,
+    ROUTER_PORT,
+    router_name,
+    server_group_name,
+    trainer_name,
+)
+from rolloutfleet.api.rollout_server import GroupSpec, RolloutServer
+from rolloutfleet.api.server_group import ServerGroupSpec
+from rolloutfleet.plan.actions import Action, Apply, DeleteObject
+from rolloutfleet.plan.engine_args import router_arguments
+from rolloutfleet.plan.observed import Fleet
+from rolloutfleet.plan.revision import digest
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What the installation of the operator decides."""
+
+    router_image: str
+    image_pull_policy: str = "IfNotPresent"
+
+
+CHILD_KINDS = ("ServerGroup", "Deployment", "Service", "Role", "RoleBinding", "Lease")
+
+
+def child_actions(fleet: Fleet, defaults: Defaults, applied_generations: Mapping[str, int]) -> list[Action]:
+    """Apply what differs from what is wanted, delete what is not wanted any more."""
+    wanted = {_key(manifest): manifest for manifest in wanted_children(fleet.server, defaults)}
+    actions: list[Action] = [
+        Apply(manifest)
+        for key, manifest in wanted.items()
+        if _differs(manifest, fleet.children.get(key), applied_generations.get(key))
+    ]
+    actions += [
+        DeleteObject(kind=key.split("/")[0], name=key.split("/")[1], uid=str(child["metadata"]["uid"]))
+        for key, child in fleet.children.items()
+        if key not in wanted and not child["metadata"].get("deletionTimestamp")
+    ]
+    return actions
+
+
+def wanted_children(server: RolloutServer, defaults: Defaults) -> list[dict[str, Any]]:
+    children = [_server_group(server, group) for group in server.spec.groups]
+    children += [_router_service(server), _router_deployment(server, defaults), _lease(server), _role(server)]
+    if server.spec.trainers.service_accounts:
+        children.append(_role_binding(server))
+    return [_stamped(child) for child in children]
+
+
+def _key(manifest: Mapping[str, Any]) -> str:
+    return f"{manifest['kind']}/{manifest['metadata']['name']}"
+
+
+def _differs(wanted: Mapping[str, Any], found: Mapping[str, Any] | None, applied_generation: int | None) -> bool:
+    if found is None:
+        return True
+    annotations = found["metadata"].get("annotations") or {}
+    if annotations.get(ANNOTATION_REVISION) != wanted["metadata"]["annotations"][ANNOTATION_REVISION]:
+        return True
+    if applied_generation is not None and found["metadata"].get("generation") == applied_generation:
+        # Nobody edited it since our apply: what differs was changed by admission, and would be changed again.
+        return False
+    return not contains(found, wanted)
+
+
+def contains(found: Any, wanted: Any) -> bool:
+    """Whether all that is wanted is there; what others added beside it does not matter."""
+    if isinstance(wanted, Mapping):
+        return isinstance(found, Mapping) and all(contains(found.get(key), value) for key, value in wanted.items())
+    if isinstance(wanted, list):
+        return (
+            isinstance(found, list)
+            and len(found) == len(wanted)
+            and all(contains(have, want) for have, want in zip(found, wanted, strict=True))
+        ) or (wanted == [] and found is None)
+    return bool(found == wanted) or (wanted == {} and found is None)
+
+
+def _stamped(manifest: dict[str, Any]) -> dict[str, Any]:
+    metadata = manifest["metadata"]
+    intent = {key: value for key, value in manifest.items() if key != "metadata"}
+    metadata["annotations"] = {ANNOTATION_REVISION: digest(intent)}
+    return manifest
+
+
+def _metadata(server: RolloutServer, name: str, **labels: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "namespace": server.namespace,
+        "labels": {LABEL_SERVER: server.name, LABEL_MANAGED_BY: MANAGED_BY, **labels},
+        "ownerReferences": [
+            {
+                "apiVersion": API_VERSION,
+                "kind": "RolloutServer",
+                "name": server.name,
+                "uid": server.uid,
+                "controller": True,
+                "blockOwnerDeletion": True,
+            }
+        ],
+    }
+
+
+def _server_group(server: RolloutServer, group: GroupSpec) -> dict[str, Any]:
+    spec = ServerGroupSpec(
+        server=server.name,
+        role=group.role,
+        model=server.spec.model,
+        update_weights=server.spec.update_weights,
+        engine=group.engine,
+        offload=group.offload,
+        template=group.template,
+        recovery=group.recovery,
+        weights=server.spec.weights,
+    ).dump()
+    if group.replicas is None:
+        # Not ours: an autoscaler owns it. The schema's default makes it 1 at creation.
+        del spec["replicas"]
+    else:
+        spec["replicas"] = group.replicas
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "ServerGroup",
+        "metadata": _metadata(server, server_group_name(server.name, group.name)),
+        "spec": spec,
+    }
+
+
+def _router_labels(server: RolloutServer) -> dict[str, str]:
+    return {LABEL_SERVER: server.name, LABEL_COMPONENT: COMPONENT_ROUTER}
+
+
+def _router_service(server: RolloutServer) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(server, router_name(server.name)),
+        "spec": {
+            "selector": _router_labels(server),
+            "ports": [{"name": "http", "port": ROUTER_PORT, "targetPort": "http", "protocol": "TCP"}],
+        },
+    }
+
+
+def _router_deployment(server: RolloutServer, defaults: Defaults) -> dict[str, Any]:
+    router = server.spec.router
+    probe = {"path": "/liveness", "port": "http"}
+    container = {
+        "name": ROUTER_CONTAINER,
+        "image": router.image or defaults.router_image,
+        "imagePullPolicy": defaults.image_pull_policy,
+        "args": router_arguments(router),
+        "ports": [
+            {"name": "http", "containerPort": ROUTER_PORT, "protocol": "TCP"},
+            {"name": "metrics", "containerPort": ROUTER_METRICS_PORT, "protocol": "TCP"},
+        ],
+        "env": [{"name": "HOME", "value": "/tmp"}],
+        "readinessProbe": {"httpGet": probe, "periodSeconds": 2},
+        "livenessProbe": {"httpGet": probe, "periodSeconds": 10, "failureThreshold": 6},
+        # The router closes its listener at SIGTERM: wait until endpoints have forgotten this pod.
+        "lifecycle": {"preStop": {"sleep": {"seconds": 5}}},
+        "resources": {
+            "requests": {"cpu": "100m", "memory": "256Mi"},
+            "limits": {"cpu": "2", "memory": "2Gi"},
+        },
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "runAsNonRoot": True,
+            "capabilities": {"drop": ["ALL"]},
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+    }
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": _metadata(server, router_name(server.name), **{LABEL_COMPONENT: COMPONENT_ROUTER}),
+        "spec": {
+            "replicas": router.replicas,
+            "selector": {"matchLabels": _router_labels(server)},
+            "template": {
+                "metadata": {"labels": {**_router_labels(server), LABEL_MANAGED_BY: MANAGED_BY}},
+                "spec": {
+                    "enableServiceLinks": False,
+                    "automountServiceAccountToken": False,
+                    "terminationGracePeriodSeconds": 200,
+                    # Traffic only when the worker table is complete: a fresh replica knows no engine.
+                    "readinessGates": [{"conditionType": GATE_ROUTABLE}],
+                    "containers": [container],
+                    "volumes": [{"name": "tmp", "emptyDir": {}}],
+                },
+            },
+        },
+    }
+
+
+def _lease(server: RolloutServer) -> dict[str, Any]:
+    """Made here and empty, so that an agent needs no right to create Leases, which cannot be limited by name."""
+    return {
+        "apiVersion": "coordination.k8s.io/v1",
+        "kind": "Lease",
+        "metadata": _metadata(server, trainer_name(server.name)),
+    }
+
+
+def _role(server: RolloutServer) -> dict[str, Any]:
+    groups = sorted(server_group_name(server.name, group.name) for group in server.spec.groups)
+    return {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "Role",
+        "metadata": _metadata(server, trainer_name(server.name)),
+        "rules": [
+            {
+                "apiGroups": [GROUP],
+                "resources": ["rolloutservers"],
+                "resourceNames": [server.name],
+                "verbs": ["get", "list", "watch"],
+            },
+            {
+                "apiGroups": [GROUP],
+                "resources": ["servergroups"],
+                "resourceNames": groups,
+                "verbs": ["get", "list", "watch"],
+            },
+            {
+                "apiGroups": [GROUP],
+                "resources": ["rolloutservers/status"],
+                "resourceNames": [server.name],
+                "verbs": ["patch"],
+            },
+            {
+                "apiGroups": ["coordination.k8s.io"],
+                "resources": ["leases"],
+                "resourceNames": [trainer_name(server.name)],
+                "verbs": ["get", "update"],
+            },
+            {"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create"]},
+        ],
+    }
+
+
+def _role_binding(server: RolloutServer) -> dict[str, Any]:
+    return {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "RoleBinding",
+        "metadata": _metadata(server, trainer_name(server.name)),
+        "roleRef": {
+            "apiGroup": "rbac.authorization.k8s.io",
+            "kind": "Role",
+            "name": trainer_name(server.name),
+        },
+        "subjects": [
+            {"kind": "ServiceAccount", "name": account, "namespace": server.namespace}
+            for account in sorted(server.spec.trainers.service_accounts)
+        ],
+    }

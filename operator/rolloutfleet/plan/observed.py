@@ -1,0 +1,186 @@
+"""What a plan is made from: one fleet as last seen, in plain values.
+
+Pods, objects and the Lease come from watches; probes and router tables from the operator's pollers. Nothing here is
+remembered across a restart of the operator: everything can be seen again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from rolloutfleet.api.names import (
+    ANNOTATION_REVISION,
+    ENGINE_CONTAINER,
+    ENGINE_PORT,
+    GATE_ROUTABLE,
+    LABEL_ENGINE_INDEX,
+    LABEL_EPOCH,
+    LABEL_GROUP_UID,
+    LABEL_RANK,
+    ROUTER_CONTAINER,
+    ROUTER_PORT,
+)
+from rolloutfleet.api.rollout_server import RolloutServer
+from rolloutfleet.api.server_group import ServerGroup
+from rolloutfleet.plan.failures import Trouble, pod_trouble
+
+
+@dataclass(frozen=True)
+class EnginePod:
+    """A pod of an engine."""
+
+    name: str
+    uid: str
+    group_uid: str
+    index: int
+    epoch: int
+    rank: int
+    revision: str
+    url: str
+    """Empty until the pod has an address."""
+    scheduled: bool
+    running_since: datetime | None
+    """Start of the engine's container."""
+    deleting: bool
+    trouble: Trouble | None
+    gate: bool | None
+    """The Routable condition as it stands; None if never set."""
+
+    @property
+    def ended(self) -> bool:
+        return self.trouble is not None and self.trouble.ended
+
+    @property
+    def alive(self) -> bool:
+        return not self.ended and not self.deleting
+
+
+@dataclass(frozen=True)
+class EngineProbe:
+    """What an engine said about itself."""
+
+    answering: bool
+    """GET /ping was 200."""
+    paused: bool = False
+    """GET /ready was 503 although /ping was 200: generation is paused."""
+    label: str = ""
+    """weight_version of /model_info: a label, not a proof."""
+    checksum: str = ""
+    """per_engine_checksum of /weights_checker; empty when not read, or when the label changed since."""
+    read_under: str = ""
+    """Key of the training state in force when the checksum was read."""
+
+
+@dataclass(frozen=True)
+class RouterPod:
+    """A replica of the router and its worker table."""
+
+    name: str
+    uid: str
+    url: str
+    running: bool
+    trouble: Trouble | None
+    gate: bool | None
+    workers: Mapping[str, bool] | None
+    """URL to healthy, as listed by the router; None while the router does not answer."""
+    registering: frozenset[str] = frozenset()
+    """URLs whose registration was accepted less than a minute ago and which are not listed yet."""
+
+
+@dataclass(frozen=True)
+class LeaseView:
+    """The Lease of the fleet's trainer, judged by our own clock."""
+
+    holder: str = ""
+    fence: int = 0
+    expires_at: datetime | None = None
+
+    def alive(self, now: datetime) -> bool:
+        return bool(self.holder) and self.expires_at is not None and now < self.expires_at
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """One RolloutServer and all that belongs to it."""
+
+    server: RolloutServer
+    groups: tuple[ServerGroup, ...] = ()
+    engine_pods: tuple[EnginePod, ...] = ()
+    router_pods: tuple[RouterPod, ...] = ()
+    probes: Mapping[str, EngineProbe] = field(default_factory=dict)
+    """By pod UID."""
+    busy: Mapping[str, str] = field(default_factory=dict)
+    """Work in progress on an engine (verify, catch-up, continue), by pod UID."""
+    create_failures: Mapping[str, Trouble] = field(default_factory=dict)
+    """Why the API server last refused a pod, by pod name."""
+    catch_up_failures: Mapping[str, str] = field(default_factory=dict)
+    """Why the last catch-up failed, by pod UID."""
+    lease: LeaseView = LeaseView()
+    children: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Other owned objects by `Kind/name`: Deployment, Service, Role, RoleBinding."""
+
+
+def engine_pod(pod: Mapping[str, Any]) -> EnginePod:
+    metadata, status = pod["metadata"], pod.get("status") or {}
+    labels = metadata.get("labels") or {}
+    return EnginePod(
+        name=metadata["name"],
+        uid=metadata["uid"],
+        group_uid=labels.get(LABEL_GROUP_UID, ""),
+        index=int(labels.get(LABEL_ENGINE_INDEX, -1)),
+        epoch=int(labels.get(LABEL_EPOCH, 0)),
+        rank=int(labels.get(LABEL_RANK, 0)),
+        revision=(metadata.get("annotations") or {}).get(ANNOTATION_REVISION, ""),
+        url=pod_url(status.get("podIP") or "", ENGINE_PORT),
+        scheduled=_condition(status, "PodScheduled") is True,
+        running_since=_running_since(status, ENGINE_CONTAINER),
+        deleting=bool(metadata.get("deletionTimestamp")),
+        trouble=pod_trouble(pod),
+        gate=_condition(status, GATE_ROUTABLE),
+    )
+
+
+def router_pod(
+    pod: Mapping[str, Any], workers: Mapping[str, bool] | None, registering: frozenset[str] = frozenset()
+) -> RouterPod:
+    metadata, status = pod["metadata"], pod.get("status") or {}
+    return RouterPod(
+        name=metadata["name"],
+        uid=metadata["uid"],
+        url=pod_url(status.get("podIP") or "", ROUTER_PORT),
+        running=_running_since(status, ROUTER_CONTAINER) is not None and not metadata.get("deletionTimestamp"),
+        trouble=pod_trouble(pod),
+        gate=_condition(status, GATE_ROUTABLE),
+        workers=workers,
+        registering=registering,
+    )
+
+
+def pod_url(address: str, port: int) -> str:
+    """The one spelling of an address everywhere: IPv6 in brackets, no trailing slash. Empty without an address."""
+    if not address:
+        return ""
+    host = f"[{address.lower()}]" if ":" in address else address
+    return f"http://{host}:{port}"
+
+
+def parse_time(text: str) -> datetime | None:
+    return datetime.fromisoformat(text.replace("Z", "+00:00")) if text else None
+
+
+def _condition(status: Mapping[str, Any], kind: str) -> bool | None:
+    for condition in status.get("conditions") or []:
+        if condition.get("type") == kind:
+            return bool(condition.get("status") == "True")
+    return None
+
+
+def _running_since(status: Mapping[str, Any], container: str) -> datetime | None:
+    for entry in status.get("containerStatuses") or []:
+        running = (entry.get("state") or {}).get("running")
+        if entry["name"] == container and running:
+            return parse_time(running.get("startedAt") or "")
+    return None

@@ -1,0 +1,72 @@
+"""What the trainer's agent has committed or is about to change, as the operator may rely on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from rolloutfleet.api.names import INITIAL_WEIGHT_VERSION
+from rolloutfleet.api.rollout_server import TrainingStatus, WeightsPhase
+from rolloutfleet.api.server_group import ServerGroup
+from rolloutfleet.plan.observed import Fleet, parse_time
+
+
+@dataclass(frozen=True)
+class Training:
+    """The fleet's weights, and whether the trainer holds the engines right now."""
+
+    version: int
+    path: str
+    held: bool
+    """An update runs, or memory is released, and the trainer is alive: hands off the engines."""
+    held_until: datetime | None
+    """When `held` ends by itself: the update's deadline or the end of the lease."""
+    memory_held: frozenset[str]
+    """Pods whose memory the trainer has released, whether it still lives or not."""
+    committed_pods: frozenset[str]
+    """Pods that the agent verified at the committed version, by checksum."""
+    distrusted_pods: frozenset[str]
+    """Pods that the last update touched and could not verify."""
+    checksums: dict[str, str]
+    """Checksum of the committed version by ServerGroup; none for version 0."""
+    key: str
+    """Changes whenever anything may have changed an engine's weights: what was read under another key is void."""
+
+
+def training_of(fleet: Fleet, now: datetime) -> Training:
+    status = fleet.server.status.training or TrainingStatus()
+    weights, memory = status.weights, status.memory
+    alive = fleet.lease.alive(now)
+    deadline = parse_time(weights.deadline) if weights else None
+    updating = weights is not None and weights.phase == WeightsPhase.UPDATING
+    update_held = updating and alive and (deadline is None or now < deadline)
+    memory_held = frozenset(memory.engines) if memory is not None and memory.phase != "Resident" else frozenset()
+    ends = [end for end in (fleet.lease.expires_at, deadline if updating else None) if end is not None]
+    held = update_held or (bool(memory_held) and alive)
+    version = weights.version if weights else INITIAL_WEIGHT_VERSION
+    return Training(
+        version=version,
+        path=(weights.path if weights else "") or fleet.server.spec.model.path,
+        held=held,
+        held_until=min(ends) if held and ends else None,
+        memory_held=memory_held,
+        committed_pods=frozenset(
+            verdict.pod
+            for verdict in (weights.engines if weights and not updating else ())
+            if verdict.outcome == "Committed"
+        ),
+        distrusted_pods=frozenset(
+            verdict.pod
+            for verdict in (weights.engines if weights and not updating else ())
+            if verdict.outcome != "Committed"
+        ),
+        checksums={entry.group: entry.checksum for entry in weights.checksums} if weights else {},
+        key=f"{weights.transaction if weights else 0}/{'held' if update_held else 'free'}",
+    )
+
+
+def expected_checksum(training: Training, group: ServerGroup, revision: str) -> str:
+    """Checksum that an engine of this group must have; empty while nobody has measured it."""
+    if training.version == INITIAL_WEIGHT_VERSION and group.name not in training.checksums:
+        return group.status.base_checksum if group.status.base_revision == revision else ""
+    return training.checksums.get(group.name, "")

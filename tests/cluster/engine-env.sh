@@ -1,0 +1,17 @@
+# The real SGLang with torch (7 GB) as an environment that pods mount, and two tiny random models.
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+if [ ! -f "$ENGINE/complete" ]; then
+  say "installing SGLang and torch into $ENGINE (7 GB, once)"
+  rm -rf "$ENGINE"
+  "$UVBIN" venv -q --python "$PYTHON" "$ENGINE"
+  VIRTUAL_ENV=$ENGINE "$UVBIN" pip install -q --no-deps -r "$HERE/engine-requirements.txt"
+  touch "$ENGINE/complete"
+fi
+if [ ! -f "$MODELS/m1/model.safetensors" ]; then
+  say "making two tiny random models"
+  rm -rf "$MODELS.partial"
+  "$ENGINE/bin/python" "$HERE/tiny_model.py" "$MODELS.partial" >/dev/null
+  rm -rf "$MODELS"
+  mv "$MODELS.partial" "$MODELS"
+fi

@@ -1,0 +1,356 @@
+"""The plan of a whole fleet, run against a world in memory."""
+
+from __future__ import annotations
+
+import copy
+from datetime import timedelta
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rolloutfleet.plan.actions import Action, CatchUp, CreatePod, Register, Requeue, Verify
+from unit.plan.world import World, rollout_server
+
+
+class Crash(Exception):
+    """The operator's process ends here."""
+
+
+def serving_world(*, replicas: int = 2, routers: int = 1) -> World:
+    world = World(rollout_server(replicas=replicas), routers=routers)
+    world.settle()
+    return world
+
+
+def test_an_applied_server_ends_with_all_engines_routed_and_status_that_says_so() -> None:
+    world = serving_world(replicas=3, routers=2)
+    assert len(world.listed()) == 3
+    status = world.server["status"]
+    ready = next(c for c in status["conditions"] if c["type"] == "Ready")
+    assert (ready["status"], ready["reason"]) == ("True", "Serving")
+    assert status["engines"] == {"desired": 3, "ready": 3, "routable": 3, "stale": 0, "failed": 0}
+    assert status["weights"]["version"] == 0
+    assert {e["phase"] for e in world.group_status()["engines"]} == {"Serving"}
+
+
+def test_a_settled_fleet_is_left_alone() -> None:
+    world = serving_world()
+    for _ in range(5):
+        world.now += timedelta(minutes=7)
+        assert [a for a in world.plan() if not isinstance(a, Requeue)] == []
+
+
+def test_an_epoch_stands_in_status_before_its_pod_is_created() -> None:
+    world = World(rollout_server())
+    for _ in range(3):
+        for action in world.plan():
+            if isinstance(action, CreatePod):
+                name = action.manifest["metadata"]["name"]
+                known = {f"qwen-main-{e['index']}-e{e['epoch']}-r0" for e in world.group_status().get("engines", [])}
+                assert name in known
+            world.perform(action)
+
+
+def test_a_deleted_pod_leaves_the_routers_at_once_and_is_replaced_under_a_new_epoch() -> None:
+    world = serving_world()
+    victim = world.engine_names()[0]
+    gone = world.url(world.pods[victim]["metadata"]["uid"])
+    world.delete_pod(victim)
+    first = world.plan()[0]
+    world.perform(first)
+    assert gone not in world.listed(), "deregistration is the first action"
+    world.settle()
+    assert len(world.listed()) == 2
+    assert victim not in world.pods
+    record = next(e for e in world.group_status()["engines"] if e["index"] == 0)
+    assert (record["restarts"], record["lastFailure"]["reason"]) == (1, "PodDeleted")
+
+
+def test_a_pod_stuck_terminating_does_not_block_its_replacement() -> None:
+    world = serving_world()
+    stuck = world.engine_names()[0]
+    world.pods[stuck]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    world.settle()
+    assert stuck in world.pods
+    assert len(world.listed()) == 2
+
+
+def test_a_restarted_engine_catches_up_before_any_router_lists_it() -> None:
+    world = serving_world()
+    world.commit(2, "/weights/v2", "sum-2")
+    world.settle()
+    world.delete_pod(world.engine_names()[0])
+    world.settle()  # World.perform refuses a registration with other weights than the committed ones
+    assert {label for label, _ in world.weights.values()} == {"2"}
+    assert len(world.listed()) == 2
+
+
+def test_a_label_without_its_checksum_is_not_believed() -> None:
+    world = serving_world()
+    world.commit(2, "/weights/v2", "sum-2")
+    world.settle()
+    name = world.engine_names()[0]
+    world.delete_pod(name)
+    world.settle(limit=60)
+    liar = max(world.pods)
+    uid = world.pods[liar]["metadata"]["uid"]
+    world.weights[uid] = ("2", "sum-wrong")
+    world.proofs.clear()
+    world.commit(2, "/weights/v2", "sum-2", outcomes={liar: "Failed"})
+    world.weights[uid] = ("2", "sum-wrong")
+    world.settle()
+    assert world.weights[uid] == ("2", "sum-2")
+
+
+def test_an_engine_that_fell_out_of_an_update_leaves_the_routers_and_is_brought_up_to_date() -> None:
+    world = serving_world(replicas=3)
+    casualty = world.engine_names()[1]
+    uid = world.pods[casualty]["metadata"]["uid"]
+    world.begin_update(1)
+    world.settle(patient=False)
+    world.commit(1, "/weights/v1", "sum-1", outcomes={casualty: "Failed"})
+    plan = world.plan()
+    world.perform(plan[0])
+    assert world.url(uid) not in world.listed()
+    world.settle()
+    assert world.weights[uid] == ("1", "sum-1")
+    assert len(world.listed()) == 3
+    assert not world.paused
+
+
+def test_while_the_trainer_updates_nothing_is_registered_loaded_or_resumed() -> None:
+    world = serving_world()
+    world.delete_pod(world.engine_names()[0])
+    world.begin_update(1)
+    world.lease = world.lease.__class__(holder="trainer", fence=1, expires_at=world.now + timedelta(hours=1))
+    world.server["status"]["training"]["weights"]["deadline"] = ""
+    for _ in range(10):
+        for action in world.plan():
+            assert not isinstance(action, Register | CatchUp | Verify)
+            world.perform(action)
+        world.run_pods()
+    assert len(world.pods) == 2, "a lost engine is replaced meanwhile"
+    assert world.paused
+
+
+def test_when_the_trainer_dies_in_an_update_the_fleet_is_restored_and_resumed() -> None:
+    world = serving_world(replicas=3)
+    world.commit(1, "/weights/v1", "sum-1")
+    world.settle()
+    world.begin_update(2)
+    touched = world.pods[world.engine_names()[0]]["metadata"]["uid"]
+    world.weights[touched] = ("2", "sum-2")
+    half = world.pods[world.engine_names()[1]]["metadata"]["uid"]
+    world.weights[half] = ("1", "half of each")
+    world.settle(patient=False)
+    assert world.paused, "held until the lease runs out"
+    wake_up = [action for action in world.plan() if isinstance(action, Requeue)]
+    assert wake_up, "the end of the lease is a moment to look again"
+    world.now += timedelta(seconds=20)
+    world.settle()
+    assert set(world.weights.values()) == {("1", "sum-1")}
+    assert len(world.listed()) == 3
+    assert not world.paused
+
+
+def test_engines_that_die_at_start_wait_longer_each_time_and_heal_when_the_spec_is_corrected() -> None:
+    world = World(rollout_server(replicas=1))
+    pauses = []
+    for _ in range(4):
+        _until_pod(world)
+        world.crash_pod(next(name for name, pod in world.pods.items() if pod["status"]["phase"] == "Running"))
+        before = world.now
+        _until_created(world)
+        pauses.append((world.now - before).total_seconds())
+    assert pauses == sorted(pauses)
+    assert pauses[-1] >= 4 * pauses[0] / 2
+    record = world.group_status()["engines"][0]
+    assert record["restarts"] == 4
+    assert "ValueError: boom" in record["lastFailure"]["message"]
+    _until_pod(world)
+    world.crash_pod(next(name for name, pod in world.pods.items() if pod["status"]["phase"] == "Running"))
+    for action in world.plan():
+        world.perform(action)
+    world.server["spec"]["groups"][0]["engine"]["args"] = {"log-level": "info"}
+    world.server["metadata"]["generation"] = 2
+    before = world.now
+    world.settle()
+    assert (world.now - before).total_seconds() < 30, "a corrected spec does not wait for the backoff"
+    assert len(world.listed()) == 1
+
+
+def _until_pod(world: World) -> None:
+    for _ in range(400):
+        for action in world.plan():
+            world.perform(action)
+        world.run_pods()
+        if any(pod["status"]["phase"] == "Running" for pod in world.pods.values()):
+            return
+        world.now += timedelta(seconds=1)
+    raise AssertionError("no pod came")
+
+
+def _until_created(world: World) -> None:
+    count = len(world.created)
+    for _ in range(400):
+        for action in world.plan():
+            world.perform(action)
+        assert sum(pod["status"]["phase"] == "Failed" for pod in world.pods.values()) <= 1, "failed pods pile up"
+        if len(world.created) > count:
+            return
+        world.now += timedelta(seconds=1)
+    raise AssertionError("no replacement came")
+
+
+def test_scaling_down_takes_engines_out_of_the_routers_before_their_pods_go() -> None:
+    world = serving_world(replicas=3)
+    world.server["spec"]["groups"][0]["replicas"] = 1
+
+    def no_listed_engine_is_missing() -> None:
+        alive = {world.url(pod["metadata"]["uid"]) for pod in world.pods.values()}
+        assert world.listed() <= alive
+
+    world.settle(between=no_listed_engine_is_missing)
+    assert len(world.pods) == 1
+    world.server["spec"]["groups"][0]["replicas"] = 3
+    world.settle()
+    assert len(world.listed()) == 3
+
+
+def test_a_changed_spec_replaces_engines_one_at_a_time() -> None:
+    world = serving_world(replicas=3)
+    world.server["spec"]["groups"][0]["engine"]["image"] = "engine:2"
+
+    def at_most_one_is_out() -> None:
+        assert len(world.listed()) >= 2
+
+    world.settle(limit=120, between=at_most_one_is_out)
+    images = {pod["spec"]["containers"][0]["image"] for pod in world.pods.values()}
+    assert images == {"engine:2"}
+
+
+def test_a_ghost_in_a_router_table_is_removed() -> None:
+    world = serving_world()
+    world.tables["router-0"]["http://10.9.9.9:30000"] = True
+    world.settle()
+    assert "http://10.9.9.9:30000" not in world.tables["router-0"]
+
+
+def test_a_restarted_router_gets_its_table_and_traffic_only_then() -> None:
+    world = serving_world(replicas=2, routers=2)
+    world.tables["router-1"] = {}
+    world.router_gates["router-1"] = None
+    events = len(world.events)
+    world.settle()
+    assert len(world.tables["router-1"]) == 2
+    assert world.router_gates["router-1"] is True
+    assert len(world.events) == events, "engines kept serving through the other replica: no transition"
+
+
+def test_omitted_replicas_are_left_to_whoever_scales() -> None:
+    world = World(rollout_server(replicas=None))
+    world.settle()
+    assert len(world.pods) == 1
+    world.children["ServerGroup/qwen-main"]["spec"]["replicas"] = 4
+    world.settle()
+    assert len(world.listed()) == 4
+
+
+def test_an_overlay_that_cannot_be_applied_is_reported_with_its_field() -> None:
+    world = World(rollout_server())
+    world.server["spec"]["groups"][0]["template"] = {"spec": {"restartPolicy": "Always"}}
+    world.settle()
+    ready = next(c for c in world.server["status"]["conditions"] if c["type"] == "Ready")
+    assert (ready["status"], ready["reason"]) == ("False", "InvalidTemplate")
+    assert "template.spec.restartPolicy" in ready["message"]
+    assert not world.pods
+    del world.server["spec"]["groups"][0]["template"]
+    world.settle()
+    assert len(world.listed()) == 2
+
+
+SCENARIOS = ("apply", "pod deleted", "pod crashed", "scale", "casualty", "trainer died", "new image")
+
+
+def disturb(world: World, scenario: str) -> None:
+    if scenario == "pod deleted":
+        world.delete_pod(world.engine_names()[0])
+    elif scenario == "pod crashed":
+        world.crash_pod(world.engine_names()[0])
+    elif scenario == "scale":
+        world.server["spec"]["groups"][0]["replicas"] = 3
+    elif scenario == "casualty":
+        world.begin_update(1)
+        world.commit(1, "/weights/v1", "sum-1", outcomes={world.engine_names()[0]: "Unreachable"})
+    elif scenario == "trainer died":
+        world.begin_update(1)
+        world.now += timedelta(seconds=30)
+    elif scenario == "new image":
+        world.server["spec"]["groups"][0]["engine"]["image"] = "engine:2"
+
+
+def shape(world: World) -> object:
+    """What must be the same however often the operator crashed on the way."""
+    return (
+        len(world.pods),
+        len(world.listed()),
+        sorted(set(world.weights.values())),
+        sorted({pod["spec"]["containers"][0]["image"] for pod in world.pods.values()}),
+        world.server["status"]["engines"],
+        sorted((c["type"], c["status"], c["reason"]) for c in world.server["status"]["conditions"]),
+    )
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_crash_after_any_action_converges_to_the_same_state(scenario: str) -> None:
+    start = World(rollout_server(replicas=2), routers=2)
+    if scenario != "apply":
+        start.settle()
+    disturb(start, scenario)
+    undisturbed = copy.deepcopy(start)
+    undisturbed.settle(limit=120)
+    total = undisturbed.writes - start.writes
+    for k in range(1, total + 1):
+        world = copy.deepcopy(start)
+        left = k
+
+        def count(world: World = world) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise Crash
+
+        try:
+            world.settle(limit=120, between=count)
+        except Crash:
+            world.proofs.clear()  # what the process knew dies with it
+        world.settle(limit=120)
+        assert shape(world) == shape(undisturbed), f"after a crash behind action {k} of {total}"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(SCENARIOS[1:]), min_size=1, max_size=5), st.integers(1, 2), st.data())
+def test_any_history_of_disturbances_ends_with_every_engine_right(
+    history: list[str], routers: int, data: st.DataObject
+) -> None:
+    world = World(rollout_server(replicas=2), routers=routers)
+    world.settle()
+    for scenario in history:
+        if scenario in ("pod deleted", "pod crashed", "casualty") and not world.pods:
+            continue
+        if scenario == "casualty" and world.server.get("status", {}).get("training"):
+            continue  # versions only grow; the world's commit writes version 1
+        disturb(world, scenario)
+        for action in _some(world.plan(), data):
+            world.perform(action)
+        world.run_pods()
+    world.now += timedelta(hours=1)
+    world.settle(limit=200)
+    wanted = world.server["spec"]["groups"][0]["replicas"]
+    assert len(world.listed()) == wanted == len([p for p in world.pods.values() if p["status"]["phase"] == "Running"])
+    assert not world.paused
+
+
+def _some(actions: list[Action], data: st.DataObject) -> list[Action]:
+    return actions[: data.draw(st.integers(0, len(actions)), label="actions before the crash")]

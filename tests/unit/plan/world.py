@@ -1,0 +1,321 @@
+"""A world in memory that obeys planned actions as Kubernetes, SGLang and the router would.
+
+It lets a property test run a plan to its end, crash after any action, and look at every state in between.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from rolloutfleet.api.rollout_server import RolloutServer
+from rolloutfleet.api.server_group import ServerGroup
+from rolloutfleet.plan.actions import (
+    Action,
+    Apply,
+    ApplyStatus,
+    CatchUp,
+    Continue,
+    CreatePod,
+    DeleteObject,
+    DeletePod,
+    Deregister,
+    Emit,
+    Register,
+    Requeue,
+    SetGate,
+    Verify,
+)
+from rolloutfleet.plan.fleet import plan_fleet
+from rolloutfleet.plan.objects import Defaults
+from rolloutfleet.plan.observed import EngineProbe, Fleet, LeaseView, engine_pod, router_pod
+from rolloutfleet.plan.training import training_of
+
+DEFAULTS = Defaults(router_image="router:1")
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def rollout_server(name: str = "qwen", *, replicas: int | None = 2, **spec: Any) -> dict[str, Any]:
+    group: dict[str, Any] = {"name": "main", "engine": {"image": "engine:1"}}
+    if replicas is not None:
+        group["replicas"] = replicas
+    return {
+        "metadata": {"name": name, "namespace": "rl", "uid": f"uid-{name}", "generation": 1},
+        "spec": {
+            "model": {"path": "/models/m0"},
+            "groups": [group],
+            "weights": {"volume": {"emptyDir": {}}, "mountPath": "/weights"},
+            **spec,
+        },
+    }
+
+
+class World:
+    def __init__(self, server: dict[str, Any], *, routers: int = 1) -> None:
+        self.now = START
+        self.server = copy.deepcopy(server)
+        self.children: dict[str, dict[str, Any]] = {}
+        self.pods: dict[str, dict[str, Any]] = {}
+        self.weights: dict[str, tuple[str, str]] = {}
+        """Label and checksum inside each engine, by pod UID: what is really loaded."""
+        self.paused: set[str] = set()
+        self.proofs: dict[str, tuple[str, str, str]] = {}
+        self.tables: dict[str, dict[str, bool]] = {f"router-{i}": {} for i in range(routers)}
+        self.router_gates: dict[str, bool | None] = dict.fromkeys(self.tables)
+        self.lease = LeaseView()
+        self.events: list[Emit] = []
+        self.writes = 0
+        self.created: list[str] = []
+        self.recorded: set[str] = set()
+        """Pods that status has named with their UID: only those can be known to an agent."""
+        self._serial = 0
+        self.checkpoints = {"/models/m0": "sum-0"}
+
+    # What the plan sees
+
+    def fleet(self) -> Fleet:
+        routers = tuple(
+            router_pod(
+                {
+                    "metadata": {"name": name, "uid": name},
+                    "status": {
+                        "podIP": f"10.1.0.{i + 1}",
+                        "containerStatuses": [{"name": "router", "state": {"running": {"startedAt": _stamp(START)}}}],
+                        "conditions": []
+                        if self.router_gates[name] is None
+                        else [{"type": "rolloutfleet.dev/Routable", "status": str(self.router_gates[name])}],
+                    },
+                },
+                self.tables[name],
+            )
+            for i, name in enumerate(self.tables)
+        )
+        groups = [child for key, child in self.children.items() if key.startswith("ServerGroup/")]
+        return Fleet(
+            server=RolloutServer.model_validate(self.server),
+            groups=tuple(ServerGroup.model_validate(group) for group in groups),
+            engine_pods=tuple(engine_pod(pod) for pod in self.pods.values()),
+            router_pods=routers,
+            probes={uid: self._probe(uid) for uid in (pod["metadata"]["uid"] for pod in self.pods.values())},
+            lease=self.lease,
+            children=self.children,
+        )
+
+    def _probe(self, uid: str) -> EngineProbe:
+        if uid not in self.weights:
+            return EngineProbe(answering=False)
+        label, _ = self.weights[uid]
+        proof = self.proofs.get(uid, ("", "", ""))
+        proved = proof[0] == label
+        return EngineProbe(
+            answering=True,
+            paused=uid in self.paused,
+            label=label,
+            checksum=proof[1] if proved else "",
+            read_under=proof[2] if proved else "",
+        )
+
+    def plan(self) -> list[Action]:
+        return plan_fleet(self.fleet(), defaults=DEFAULTS, applied_generations={}, now=self.now)
+
+    # What the plan does
+
+    def perform(self, action: Action) -> None:
+        if not isinstance(action, Requeue):
+            self.writes += 1
+        match action:
+            case Apply(manifest=manifest):
+                self._apply(copy.deepcopy(dict(manifest)))
+            case ApplyStatus(kind="RolloutServer", status=status):
+                training = self.server.get("status", {}).get("training")
+                self.server["status"] = {**status, **({"training": training} if training else {})}
+            case ApplyStatus(name=name, status=status):
+                self.children[f"ServerGroup/{name}"]["status"] = dict(status)
+                self.recorded |= {engine["pod"] for engine in status["engines"] if engine["podUid"]}
+            case CreatePod(manifest=manifest):
+                self._create(copy.deepcopy(dict(manifest)))
+            case DeletePod(name=name, uid=uid):
+                self.delete_pod(name, uid)
+            case DeleteObject(kind=kind, name=name):
+                del self.children[f"{kind}/{name}"]
+            case SetGate(pod=pod, routable=routable):
+                self._gate(pod, routable)
+            case Register(router=router, url=url):
+                self.assert_right_weights(url)
+                self.tables[router][url] = True
+            case Deregister(router=router, url=url):
+                self.tables[router].pop(url, None)
+            case Verify(pod_uid=uid, training_key=key):
+                if uid in self.weights:
+                    self.proofs[uid] = (*self.weights[uid], key)
+            case CatchUp(pod_uid=uid, path=path, version=version, training_key=key):
+                if uid in self.weights:
+                    assert all(self.url(uid) not in table for table in self.tables.values()), "loaded while routed"
+                    self.weights[uid] = (str(version), self.checkpoints[path])
+                    self.proofs[uid] = (*self.weights[uid], key)
+                    self.paused.discard(uid)
+            case Continue(pod_uid=uid):
+                self.paused.discard(uid)
+            case Emit():
+                self.events.append(action)
+            case Requeue():
+                pass
+
+    def assert_right_weights(self, url: str) -> None:
+        """The product's first promise: an engine enters a table only with the committed weights."""
+        training = training_of(self.fleet(), self.now)
+        assert not training.held, "registered while the trainer holds the fleet"
+        for pod in self.pods.values():
+            uid = pod["metadata"]["uid"]
+            if self.url(uid) == url:
+                label, checksum = self.weights[uid]
+                assert label == str(training.version), f"{url} serves {label}, the fleet has {training.version}"
+                expected = training.checksums.get(pod["metadata"]["labels"]["rolloutfleet.dev/group"], "sum-0")
+                assert checksum == expected, f"{url} has other weights than its label says"
+
+    def _apply(self, manifest: dict[str, Any]) -> None:
+        key = f"{manifest['kind']}/{manifest['metadata']['name']}"
+        held = self.children.get(key)
+        manifest["metadata"]["uid"] = held["metadata"]["uid"] if held else self._uid()
+        manifest["metadata"]["generation"] = (held["metadata"]["generation"] + 1) if held else 1
+        if held and "status" in held:
+            manifest["status"] = held["status"]
+        if manifest["kind"] == "ServerGroup":
+            manifest["spec"].setdefault("replicas", held["spec"]["replicas"] if held else 1)
+        self.children[key] = manifest
+
+    def _create(self, manifest: dict[str, Any]) -> None:
+        name = manifest["metadata"]["name"]
+        if name in self.pods:
+            return
+        assert name not in self.recorded, f"{name} is created a second time: an epoch was used twice"
+        self.created.append(name)
+        manifest["metadata"]["uid"] = self._uid()
+        manifest["status"] = {"phase": "Pending", "conditions": []}
+        self.pods[name] = manifest
+
+    def delete_pod(self, name: str, uid: str = "") -> None:
+        pod = self.pods.get(name)
+        if pod is not None and uid in ("", pod["metadata"]["uid"]):
+            del self.pods[name]
+            self.paused.discard(pod["metadata"]["uid"])
+            self.weights.pop(pod["metadata"]["uid"], None)
+
+    def _gate(self, name: str, routable: bool) -> None:
+        if name in self.router_gates:
+            self.router_gates[name] = routable
+            return
+        if name in self.pods:
+            conditions = self.pods[name]["status"]["conditions"]
+            conditions[:] = [c for c in conditions if c["type"] != "rolloutfleet.dev/Routable"]
+            conditions.append({"type": "rolloutfleet.dev/Routable", "status": str(routable)})
+
+    def _uid(self) -> str:
+        self._serial += 1
+        return f"uid-{self._serial}"
+
+    # What happens by itself
+
+    def run_pods(self) -> None:
+        """Pending pods are scheduled, start, and load the model's checkpoint."""
+        for pod in self.pods.values():
+            uid, status = pod["metadata"]["uid"], pod["status"]
+            if status["phase"] == "Pending":
+                status["phase"] = "Running"
+                status["podIP"] = f"10.0.{int(uid.split('-')[1]) // 250}.{int(uid.split('-')[1]) % 250 + 1}"
+                status["conditions"].append({"type": "PodScheduled", "status": "True"})
+                status["containerStatuses"] = [
+                    {"name": "engine", "state": {"running": {"startedAt": _stamp(self.now)}}}
+                ]
+                self.weights[uid] = ("0", self.checkpoints["/models/m0"])
+
+    def crash_pod(self, name: str, *, message: str = "ValueError: boom") -> None:
+        pod = self.pods[name]
+        self.paused.discard(pod["metadata"]["uid"])
+        self.weights.pop(pod["metadata"]["uid"], None)
+        pod["status"]["phase"] = "Failed"
+        pod["status"]["containerStatuses"] = [
+            {"name": "engine", "state": {"terminated": {"exitCode": 137, "message": message}}}
+        ]
+
+    def url(self, uid: str) -> str:
+        for pod in self.pods.values():
+            if pod["metadata"]["uid"] == uid and pod["status"].get("podIP"):
+                return f"http://{pod['status']['podIP']}:30000"
+        return ""
+
+    def settle(self, *, limit: int = 60, between: Callable[[], None] = lambda: None, patient: bool = True) -> int:
+        """Run plans until one asks for nothing; the number of rounds. Fails when it never ends.
+
+        Patient: a plan that only waits for a moment gets it.
+        """
+        for round_number in range(limit):
+            plan = self.plan()
+            actions = [action for action in plan if not isinstance(action, Requeue)]
+            if not actions and (not plan or not patient):
+                return round_number
+            self.now += timedelta(seconds=sum(a.seconds for a in plan if isinstance(a, Requeue)) if not actions else 0)
+            for action in actions:
+                self.perform(action)
+                between()
+            self.run_pods()
+            self.now += timedelta(seconds=1)
+        raise AssertionError(f"not settled after {limit} rounds; still asks for {actions}")
+
+    def commit(self, version: int, path: str, checksum: str, *, outcomes: dict[str, str] | None = None) -> None:
+        """What the agent writes when an update ends; engines are as it says."""
+        self.checkpoints[path] = checksum
+        verdicts = []
+        for name, pod in self.pods.items():
+            uid = pod["metadata"]["uid"]
+            if uid not in self.weights:
+                continue
+            outcome = (outcomes or {}).get(name, "Committed")
+            verdicts.append({"pod": name, "outcome": outcome})
+            if outcome == "Committed":
+                self.weights[uid] = (str(version), checksum)
+                self.paused.discard(uid)
+        before = self.server.get("status", {}).get("training", {}).get("weights", {})
+        self.server.setdefault("status", {})["training"] = {
+            "holder": "trainer",
+            "fence": 1,
+            "weights": {
+                "phase": "Committed",
+                "version": version,
+                "path": path,
+                "transaction": before.get("transaction", 0) + 1,
+                "checksums": [{"group": "qwen-main", "checksum": checksum}],
+                "engines": verdicts,
+            },
+        }
+
+    def begin_update(self, target: int, *, seconds: float = 60) -> None:
+        weights = self.server.get("status", {}).get("training", {}).get("weights", {})
+        weights = {"version": 0, "transaction": 0, **weights}
+        weights |= {
+            "phase": "Updating",
+            "targetVersion": target,
+            "transaction": weights["transaction"] + 1,
+            "deadline": _stamp(self.now + timedelta(seconds=seconds)),
+        }
+        self.server.setdefault("status", {})["training"] = {"holder": "trainer", "fence": 1, "weights": weights}
+        self.lease = LeaseView(holder="trainer", fence=1, expires_at=self.now + timedelta(seconds=15))
+        self.paused |= set(self.weights)
+
+    def engine_names(self) -> list[str]:
+        return sorted(self.pods)
+
+    def listed(self) -> set[str]:
+        return set.intersection(*(set(table) for table in self.tables.values())) if self.tables else set()
+
+    def group_status(self) -> dict[str, Any]:
+        return self.children["ServerGroup/qwen-main"].get("status", {})
+
+
+def _stamp(moment: datetime) -> str:
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+__all__ = ["DEFAULTS", "World", "rollout_server"]
