@@ -13,5 +13,6 @@ if [ ! -f "$MODELS/m1/model.safetensors" ]; then
   rm -rf "$MODELS.partial"
   "$ENGINE/bin/python" "$HERE/tiny_model.py" "$MODELS.partial" >/dev/null
   rm -rf "$MODELS"
+  chmod -R a+rX "$MODELS.partial" # safetensors makes files that only their owner may read
   mv "$MODELS.partial" "$MODELS"
 fi

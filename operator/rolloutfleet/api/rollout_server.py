@@ -101,6 +101,8 @@ class GroupChecksum(Model):
 
     group: Annotated[str, Field(max_length=63)]
     """Name of the ServerGroup."""
+    revision: Annotated[str, Field(max_length=64)]
+    """Revision of the engines that were measured: another one may have another layout."""
     checksum: Annotated[str, Field(max_length=128)]
 
 
@@ -112,7 +114,7 @@ class TrainingWeights(Model):
     """The committed version: what every routable engine has."""
     path: Annotated[str, Field(max_length=1024)] = ""
     """Checkpoint of the committed version, as engines see it; empty for version 0."""
-    checksums: Annotated[tuple[GroupChecksum, ...], Field(max_length=16), ListMap(("group",))] = ()
+    checksums: Annotated[tuple[GroupChecksum, ...], Field(max_length=32), ListMap(("group", "revision"))] = ()
     transaction: Annotated[int, Field(ge=0)] = 0
     """Counts updates begun, successful or not: what was known about engines' weights before is void."""
     target_version: Annotated[int, Field(ge=0)] | None = None

@@ -90,10 +90,11 @@ class ServerGroupStatus(Model):
     """The fleet's weight version, if every routable engine has it."""
     last_epoch: Annotated[int, Field(ge=0)] = 0
     """Highest epoch given out in this group: no engine ever uses an epoch twice."""
-    base_checksum: Annotated[str, Field(max_length=128)] = ""
-    """Checksum of weight version 0 in this group's layout: that of the first engine that loaded it."""
-    base_revision: Annotated[str, Field(max_length=64)] = ""
-    """Revision of the spec that baseChecksum belongs to."""
+    measured_version: Annotated[int, Field(ge=0)] | None = None
+    measured_revision: Annotated[str, Field(max_length=64)] = ""
+    measured_checksum: Annotated[str, Field(max_length=128)] = ""
+    """Checksum of that weight version in this group's layout, taken from its first engine that loaded it: for
+    version 0, and where no engine of the group took part in the trainer's update."""
     conditions: Conditions = ()
     engines: Annotated[tuple[EngineStatus, ...], Field(max_length=1024), ListMap(("index",))] = ()
 

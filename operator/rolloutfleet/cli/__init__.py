@@ -1,0 +1,1 @@
+"""`rolloutfleet`: the command line."""

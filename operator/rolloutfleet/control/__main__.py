@@ -6,11 +6,13 @@ import asyncio
 import logging
 import os
 import socket
+from pathlib import Path
 
 import kopf
 from kopf._core.engines.peering import Identity
 
 from rolloutfleet.control.operator import Operator, registry_for
+from rolloutfleet.control.webhook import WebhookSettings, serve
 from rolloutfleet.kube.client import KubeApi
 from rolloutfleet.kube.config import load_credentials
 from rolloutfleet.plan.objects import Defaults
@@ -20,6 +22,7 @@ LIVENESS = "http://0.0.0.0:8080/healthz"
 
 async def run() -> None:
     namespace = os.environ.get("ROLLOUTFLEET_NAMESPACE") or None
+    webhook = webhook_settings()
     operator = Operator(
         api=KubeApi(load_credentials()),
         defaults=Defaults(
@@ -27,6 +30,7 @@ async def run() -> None:
             image_pull_policy=os.environ.get("ROLLOUTFLEET_IMAGE_PULL_POLICY", "IfNotPresent"),
         ),
         namespace=namespace,
+        services=(lambda api: serve(webhook, api),) if webhook is not None else (),
     )
     await kopf.operator(
         registry=registry_for(operator),
@@ -36,6 +40,20 @@ async def run() -> None:
         clusterwide=namespace is None,
         namespaces=[namespace] if namespace else [],
         liveness_endpoint=LIVENESS,
+    )
+
+
+def webhook_settings() -> WebhookSettings | None:
+    """None outside a cluster: there is no Service through which the API server could call us."""
+    own_namespace = os.environ.get("POD_NAMESPACE")
+    if not own_namespace:
+        return None
+    folder = os.environ.get("ROLLOUTFLEET_WEBHOOK_CERTIFICATES")
+    return WebhookSettings(
+        namespace=own_namespace,
+        agent_image=required("ROLLOUTFLEET_AGENT_IMAGE"),
+        pull_policy=os.environ.get("ROLLOUTFLEET_IMAGE_PULL_POLICY", "IfNotPresent"),
+        certificate_folder=Path(folder) if folder else None,
     )
 
 

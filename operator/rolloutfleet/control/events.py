@@ -18,7 +18,7 @@ def event_manifest(namespace: str, emit: Emit, now: datetime) -> dict[str, Any]:
     return {
         "apiVersion": "events.k8s.io/v1",
         "kind": "Event",
-        "metadata": {"generateName": f"{emit.name}.", "namespace": namespace},
+        "metadata": {"generateName": f"{emit.name}-", "namespace": namespace},
         "eventTime": now.strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
         "type": "Warning" if emit.warning else "Normal",
         "reason": emit.reason,

@@ -98,7 +98,7 @@ class Executor:
             case CatchUp():
                 self._start(key, action.pod_uid, "catch-up", self._catch_up(key, action))
             case Continue():
-                self._start(key, action.pod_uid, "continue", self._continue(action))
+                self._start(key, action.pod_uid, "continue", self._continue(key, action))
             case Emit():
                 await self._emit(key, action)
             case _:
@@ -192,15 +192,21 @@ class Executor:
         except kube.ApiError as error:
             logger.warning("event %s for %s not written: %s", action.reason, action.name, error)
 
-    # Routers
+    async def _require_same_training(self, key: FleetKey) -> None:
+        """Raises Stop if the trainer has begun or ended something since the store last heard of it.
 
-    async def _register(self, key: FleetKey, action: Register) -> None:
+        A watch may lag: without this look an engine could be registered or resumed in the middle of an update.
+        """
         fresh = await self._api.get(kube.ROLLOUT_SERVER, key.name, namespace=key.namespace)
         held = self._store.server(key) or {}
         if (fresh.get("status") or {}).get("training") != (held.get("status") or {}).get("training"):
-            # The trainer has begun or ended an update since this plan was made.
             self._store.upsert("RolloutServer", fresh)
             raise Stop
+
+    # Routers
+
+    async def _register(self, key: FleetKey, action: Register) -> None:
+        await self._require_same_training(key)
         try:
             await self._router(action.router_url).add_worker(action.url, worker_type="regular")
         except EngineError as error:
@@ -234,6 +240,8 @@ class Executor:
             pause = 0.0
             try:
                 await work
+            except (Stop, kube.ApiError) as error:
+                logger.info("%s/%s: %s of pod %s put off: %s", key.namespace, key.name, what, pod_uid, error)
             except EngineError as error:
                 logger.warning("%s/%s: %s of pod %s failed: %s", key.namespace, key.name, what, pod_uid, error)
                 pause = CATCH_UP_PAUSE_SECONDS if what == "catch-up" else RETRY_PAUSE_SECONDS
@@ -254,7 +262,7 @@ class Executor:
     async def _verify(self, key: FleetKey, action: Verify) -> None:
         await self._read_weights(action.pod_uid, action.url, action.training_key)
 
-    async def _read_weights(self, pod_uid: str, url: str, training_key: str) -> EngineProbe:
+    async def _read_weights(self, pod_uid: str, url: str, training_key: str, *, loaded: bool = False) -> EngineProbe:
         engine = self._engine(url)
         checksum = await engine.checksum()
         info = await engine.model_info()
@@ -264,16 +272,18 @@ class Executor:
             label=info.weight_version,
             checksum=checksum,
             read_under=training_key,
+            loaded_under=training_key if loaded else "",
         )
         self._store.probes[pod_uid] = probe
         return probe
 
     async def _catch_up(self, key: FleetKey, action: CatchUp) -> None:
         """No router lists the engine: whatever still runs there is aborted, then the checkpoint is loaded."""
+        await self._require_same_training(key)
         engine = self._engine(action.url)
         await engine.pause(mode="abort")
         await engine.update_weights_from_disk(action.path, version=action.version)
-        probe = await self._read_weights(action.pod_uid, action.url, action.training_key)
+        probe = await self._read_weights(action.pod_uid, action.url, action.training_key, loaded=True)
         if action.expected and probe.checksum != action.expected:
             raise EngineError(
                 f"{action.url}: loaded {action.path}, but its checksum {probe.checksum[:12]} is not the "
@@ -282,7 +292,8 @@ class Executor:
         await engine.continue_generation()
         self._store.catch_up_failures.pop(action.pod_uid, None)
 
-    async def _continue(self, action: Continue) -> None:
+    async def _continue(self, key: FleetKey, action: Continue) -> None:
+        await self._require_same_training(key)
         await self._engine(action.url).continue_generation()
         probe = self._store.probes.get(action.pod_uid)
         if probe is not None:

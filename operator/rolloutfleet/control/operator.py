@@ -157,7 +157,7 @@ class Operator:
                 await self._resync()
             except kube.ApiError as error:
                 logger.warning("full list failed: %s", error)
-            for key in self.store.keys():
+            for key in self.store.fleet_keys():
                 self.queue.add(key)
 
 

@@ -103,7 +103,9 @@ class Prober:
         else:
             known = before or EngineProbe(answering=True)
             if label != known.label:
-                known = replace(known, checksum="", read_under="")  # somebody loaded weights: old proof is void
+                known = replace(
+                    known, checksum="", read_under="", loaded_under=""
+                )  # somebody loaded weights: old proof is void
             latest = self._store.probes.get(uid)
             if latest is not before and latest is not None:
                 known = latest if latest.label == label else known  # a checksum was read while we looked

@@ -129,7 +129,7 @@ class FleetStore:
 
     # What reconciles and pollers read
 
-    def keys(self) -> list[FleetKey]:
+    def fleet_keys(self) -> list[FleetKey]:
         return list(self._fleets)
 
     def server(self, key: FleetKey) -> dict[str, Any] | None:

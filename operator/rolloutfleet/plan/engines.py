@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 
 from rolloutfleet.api.common import EnginePhase, RecoverySpec
-from rolloutfleet.api.names import INITIAL_WEIGHT_VERSION, engine_pod_name
+from rolloutfleet.api.names import engine_pod_name
 from rolloutfleet.api.server_group import EngineStatus, Failure
 from rolloutfleet.plan.observed import EnginePod, EngineProbe, Fleet, parse_time
 from rolloutfleet.plan.training import Training
@@ -128,8 +128,9 @@ def weights_of(pod: EnginePod, probe: EngineProbe, expected: str, training: Trai
     if probe.label != str(training.version):
         return Weights.BEHIND
     if not expected:
-        # Version 0 has no checksum until its first engine is measured: that one defines it.
-        return Weights.CURRENT if training.version == INITIAL_WEIGHT_VERSION else Weights.BEHIND
+        # Nobody has measured this version in this layout: the first engine that loaded it whole defines it.
+        trusted = pod.name not in training.distrusted_pods or probe.loaded_under == training.key
+        return Weights.CURRENT if trusted else Weights.BEHIND
     return Weights.CURRENT if probe.checksum == expected else Weights.BEHIND
 
 

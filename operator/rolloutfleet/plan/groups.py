@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import Any
 
 from rolloutfleet.api.common import EnginePhase
-from rolloutfleet.api.names import INITIAL_WEIGHT_VERSION
 from rolloutfleet.api.server_group import EngineStatus, ServerGroup
 from rolloutfleet.plan.actions import Action, CreatePod, DeletePod
 from rolloutfleet.plan.engine_pod import engine_pod
@@ -36,8 +37,8 @@ class GroupPlan:
     revision: str
     engines: tuple[EngineView, ...]
     last_epoch: int
-    base_checksum: str
-    base_revision: str
+    measured: Mapping[str, Any]
+    """Fields of status that change because a checksum was measured."""
     pod_actions: tuple[Action, ...]
     invalid: str = ""
     """Why no pod can be built from the spec."""
@@ -47,12 +48,8 @@ def plan_group(group: ServerGroup, fleet: Fleet, training: Training, now: dateti
     revision = group_revision(group.spec)
     pods = tuple(pod for pod in fleet.engine_pods if pod.group_uid == group.uid)
     epochs = _Epochs(group, pods)
-    base_checksum, base_revision = _base_weights(group, pods, fleet, revision, training)
-    expecting = group.model_copy(
-        update={
-            "status": group.status.model_copy(update={"base_checksum": base_checksum, "base_revision": base_revision})
-        }
-    )
+    measured = _measured(group, pods, fleet, revision, training)
+    expecting = group.model_copy(update={"status": group.status.model_copy(update=measured)})
     records = {record.index: record for record in group.status.engines}
     for index in range(group.spec.replicas):
         if index not in records:
@@ -76,8 +73,7 @@ def plan_group(group: ServerGroup, fleet: Fleet, training: Training, now: dateti
         revision=revision,
         engines=tuple(engines),
         last_epoch=epochs.last,
-        base_checksum=base_checksum,
-        base_revision=base_revision,
+        measured=measured,
         pod_actions=tuple(pod_actions),
         invalid=invalid,
     )
@@ -95,20 +91,22 @@ class _Epochs:
         return self.last
 
 
-def _base_weights(
+def _measured(
     group: ServerGroup, pods: tuple[EnginePod, ...], fleet: Fleet, revision: str, training: Training
-) -> tuple[str, str]:
-    """Checksum of version 0: measured on the first engine that loaded it, then fixed for this revision."""
-    status = group.status
-    if status.base_checksum and status.base_revision == revision:
-        return status.base_checksum, status.base_revision
-    if training.version == INITIAL_WEIGHT_VERSION and not training.held:
-        for pod in sorted(pods, key=lambda pod: (pod.index, pod.epoch)):
-            probe = fleet.probes.get(pod.uid, NO_PROBE)
-            fresh = probe.read_under == training.key and probe.label == str(INITIAL_WEIGHT_VERSION)
-            if pod.alive and pod.revision == revision and probe.checksum and fresh:
-                return probe.checksum, revision
-    return status.base_checksum, status.base_revision
+) -> dict[str, Any]:
+    """Checksum of the fleet's version where the agent gave none: that of the first engine that loaded it."""
+    if expected_checksum(training, group, revision) or training.held:
+        return {}
+    for pod in sorted(pods, key=lambda pod: (pod.index, pod.epoch)):
+        probe = fleet.probes.get(pod.uid, NO_PROBE)
+        proved = bool(probe.checksum) and weights_of(pod, probe, "", training) is Weights.CURRENT
+        if proved and pod.alive and pod.revision == revision:
+            return {
+                "measured_version": training.version,
+                "measured_revision": revision,
+                "measured_checksum": probe.checksum,
+            }
+    return {}
 
 
 def _look(

@@ -72,6 +72,8 @@ class EngineProbe:
     """per_engine_checksum of /weights_checker; empty when not read, or when the label changed since."""
     read_under: str = ""
     """Key of the training state in force when the checksum was read."""
+    loaded_under: str = ""
+    """Key of the training state in force when the operator itself loaded the weights, if it did."""
 
 
 @dataclass(frozen=True)

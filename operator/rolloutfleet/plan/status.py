@@ -51,19 +51,18 @@ def group_status(plan: GroupPlan, training: Training, now: datetime) -> ServerGr
         ready = _condition("Ready", "True", SERVING, f"{serving}/{desired} engines routable")
     else:
         ready = _condition("Ready", "False", *_explain(group.name, problem, serving, desired))
-    return ServerGroupStatus(
-        observed_generation=group.generation,
-        replicas=sum(view.pod is not None for view in engines),
-        ready=sum(view.answering for view in engines),
-        routable=serving,
-        selector=f"{LABEL_GROUP}={group.name}",
-        weight_version=training.version if serving else None,
-        last_epoch=plan.last_epoch,
-        base_checksum=plan.base_checksum,
-        base_revision=plan.base_revision,
-        conditions=_stamp([ready], group.status.conditions, group.generation, now),
-        engines=tuple(view.record for view in engines),
-    )
+    computed = {
+        "observed_generation": group.generation,
+        "replicas": sum(view.pod is not None for view in engines),
+        "ready": sum(view.answering for view in engines),
+        "routable": serving,
+        "selector": f"{LABEL_GROUP}={group.name}",
+        "weight_version": training.version if serving else None,
+        "last_epoch": plan.last_epoch,
+        "conditions": _stamp([ready], group.status.conditions, group.generation, now),
+        "engines": tuple(view.record for view in engines),
+    }
+    return group.status.model_copy(update={**computed, **plan.measured})
 
 
 def server_status(

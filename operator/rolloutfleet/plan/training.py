@@ -27,8 +27,8 @@ class Training:
     """Pods that the agent verified at the committed version, by checksum."""
     distrusted_pods: frozenset[str]
     """Pods that the last update touched and could not verify."""
-    checksums: dict[str, str]
-    """Checksum of the committed version by ServerGroup; none for version 0."""
+    checksums: dict[tuple[str, str], str]
+    """Checksum of the committed version by (ServerGroup, revision), as the agent measured it; none for version 0."""
     key: str
     """Changes whenever anything may have changed an engine's weights: what was read under another key is void."""
 
@@ -60,13 +60,15 @@ def training_of(fleet: Fleet, now: datetime) -> Training:
             for verdict in (weights.engines if weights and not updating else ())
             if verdict.outcome != "Committed"
         ),
-        checksums={entry.group: entry.checksum for entry in weights.checksums} if weights else {},
+        checksums={(entry.group, entry.revision): entry.checksum for entry in weights.checksums} if weights else {},
         key=f"{weights.transaction if weights else 0}/{'held' if update_held else 'free'}",
     )
 
 
 def expected_checksum(training: Training, group: ServerGroup, revision: str) -> str:
     """Checksum that an engine of this group must have; empty while nobody has measured it."""
-    if training.version == INITIAL_WEIGHT_VERSION and group.name not in training.checksums:
-        return group.status.base_checksum if group.status.base_revision == revision else ""
-    return training.checksums.get(group.name, "")
+    known = training.checksums.get((group.name, revision), "")
+    status = group.status
+    if not known and (status.measured_version, status.measured_revision) == (training.version, revision):
+        return status.measured_checksum
+    return known

@@ -119,6 +119,16 @@ def test_an_engine_that_fell_out_of_an_update_leaves_the_routers_and_is_brought_
     assert not world.paused
 
 
+def test_a_group_that_took_no_part_in_an_update_measures_the_version_on_its_first_engine() -> None:
+    world = serving_world(replicas=2)
+    names = world.engine_names()
+    world.commit(1, "/weights/v1", "sum-1", outcomes=dict.fromkeys(names, "Unreachable"), measured=False)
+    world.settle()
+    assert set(world.weights.values()) == {("1", "sum-1")}
+    assert len(world.listed()) == 2
+    assert world.group_status()["measuredChecksum"] == "sum-1"
+
+
 def test_while_the_trainer_updates_nothing_is_registered_loaded_or_resumed() -> None:
     world = serving_world()
     world.delete_pod(world.engine_names()[0])

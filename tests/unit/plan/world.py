@@ -62,6 +62,7 @@ class World:
         """Label and checksum inside each engine, by pod UID: what is really loaded."""
         self.paused: set[str] = set()
         self.proofs: dict[str, tuple[str, str, str]] = {}
+        self.loaded: dict[str, str] = {}
         self.tables: dict[str, dict[str, bool]] = {f"router-{i}": {} for i in range(routers)}
         self.router_gates: dict[str, bool | None] = dict.fromkeys(self.tables)
         self.lease = LeaseView()
@@ -115,6 +116,7 @@ class World:
             label=label,
             checksum=proof[1] if proved else "",
             read_under=proof[2] if proved else "",
+            loaded_under=self.loaded.get(uid, ""),
         )
 
     def plan(self) -> list[Action]:
@@ -156,6 +158,7 @@ class World:
                     self.weights[uid] = (str(version), self.checkpoints[path])
                     self.proofs[uid] = (*self.weights[uid], key)
                     self.paused.discard(uid)
+                    self.loaded[uid] = key
             case Continue(pod_uid=uid):
                 self.paused.discard(uid)
             case Emit():
@@ -172,7 +175,7 @@ class World:
             if self.url(uid) == url:
                 label, checksum = self.weights[uid]
                 assert label == str(training.version), f"{url} serves {label}, the fleet has {training.version}"
-                expected = training.checksums.get(pod["metadata"]["labels"]["rolloutfleet.dev/group"], "sum-0")
+                expected = self.checkpoints[training.path]
                 assert checksum == expected, f"{url} has other weights than its label says"
 
     def _apply(self, manifest: dict[str, Any]) -> None:
@@ -264,7 +267,15 @@ class World:
             self.now += timedelta(seconds=1)
         raise AssertionError(f"not settled after {limit} rounds; still asks for {actions}")
 
-    def commit(self, version: int, path: str, checksum: str, *, outcomes: dict[str, str] | None = None) -> None:
+    def commit(
+        self,
+        version: int,
+        path: str,
+        checksum: str,
+        *,
+        outcomes: dict[str, str] | None = None,
+        measured: bool = True,
+    ) -> None:
         """What the agent writes when an update ends; engines are as it says."""
         self.checkpoints[path] = checksum
         verdicts = []
@@ -286,7 +297,15 @@ class World:
                 "version": version,
                 "path": path,
                 "transaction": before.get("transaction", 0) + 1,
-                "checksums": [{"group": "qwen-main", "checksum": checksum}],
+                "checksums": [
+                    {
+                        "group": "qwen-main",
+                        "revision": next((e["revision"] for e in self.group_status()["engines"]), ""),
+                        "checksum": checksum,
+                    }
+                ]
+                if measured
+                else [],
                 "engines": verdicts,
             },
         }

@@ -1,0 +1,95 @@
+"""`python -m rolloutfleet.agent`: the sidecar's process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+
+import httpx
+from aiohttp import web
+
+from rolloutfleet.agent.leadership import Leadership
+from rolloutfleet.agent.membership import Fleet
+from rolloutfleet.agent.memory import Memory
+from rolloutfleet.agent.sampling import Sampler
+from rolloutfleet.agent.server import Role, application
+from rolloutfleet.agent.settings import Settings, load_settings
+from rolloutfleet.agent.updates import Updater
+from rolloutfleet.engine.router import RouterClient
+from rolloutfleet.engine.sglang import EngineClient
+from rolloutfleet.kube.client import ApiError, KubeApi
+from rolloutfleet.kube.config import load_credentials
+
+logger = logging.getLogger(__name__)
+
+
+async def run(settings: Settings) -> None:
+    api = KubeApi(load_credentials(), max_connections=16)
+    http = httpx.AsyncClient(trust_env=False, limits=httpx.Limits(max_connections=4096, max_keepalive_connections=512))
+
+    def engine(url: str) -> EngineClient:
+        return EngineClient(url, http=http)
+
+    def router(url: str) -> RouterClient:
+        return RouterClient(url, http=http)
+
+    roles: dict[str, Role] = {}
+    for name, server in settings.servers.items():
+        fleet = Fleet(
+            api=api,
+            namespace=settings.namespace,
+            role=name,
+            name=server,
+            pod_name=settings.pod_name,
+            pod_uid=settings.pod_uid,
+        )
+        leadership = Leadership(api=api, namespace=settings.namespace, fleet=fleet, identity=settings.pod_name)
+        roles[name] = Role(
+            fleet=fleet,
+            leadership=leadership,
+            updater=Updater(fleet=fleet, leadership=leadership, engine=engine),
+            memory=Memory(fleet=fleet, leadership=leadership, engine=engine),
+            sampler=Sampler(fleet=fleet, router=router),
+        )
+
+    runner = web.AppRunner(application(roles), access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, settings.host, settings.port).start()
+    logger.info("serving %s on %s:%d", settings.servers, settings.host, settings.port)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    tasks = [asyncio.create_task(role.fleet.watch()) for role in roles.values()]
+    tasks += [asyncio.create_task(role.leadership.run()) for role in roles.values()]
+    waiting = asyncio.create_task(stop.wait())
+    done, _ = await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
+
+    for role in roles.values():
+        await role.updater.finish()
+    for task in (waiting, *tasks):
+        task.cancel()
+    for role in roles.values():
+        try:
+            await role.leadership.lease.release()
+        except ApiError as error:
+            logger.warning("lease of %s not released: %s", role.fleet.name, error)
+    await runner.cleanup()
+    await http.aclose()
+    await api.close()
+    for task in done - {waiting}:
+        task.result()  # a loop that ended by an error: exit with it, and be restarted
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        settings = load_settings()
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    asyncio.run(run(settings))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Leads one fleet: contends for its Lease, and writes `status.training` under the Lease's fencing number."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from rolloutfleet.agent.errors import conflict
+from rolloutfleet.agent.membership import Fleet
+from rolloutfleet.api.names import AGENT_MANAGER, API_VERSION, trainer_name
+from rolloutfleet.api.rollout_server import RolloutServer, TrainingStatus
+from rolloutfleet.kube import client as kube
+from rolloutfleet.kube.lease import HeldBy, LeaseHolder
+
+logger = logging.getLogger(__name__)
+
+CONTEND_SECONDS = 2.0
+WRITE_ATTEMPTS = 8
+
+
+class Leadership:
+    def __init__(self, *, api: kube.KubeApi, namespace: str, fleet: Fleet, identity: str) -> None:
+        self._api = api
+        self._namespace = namespace
+        self._fleet = fleet
+        self.lease = LeaseHolder(api=api, namespace=namespace, name=trainer_name(fleet.name), identity=identity)
+
+    async def run(self) -> None:
+        """Contend for ever; a frozen server has nothing to lead until it is asked for."""
+        while True:
+            server = self._fleet.server
+            if server is not None and (server.spec.update_weights or any(g.offload for g in server.spec.groups)):
+                try:
+                    await self.lease.acquire()
+                    logger.info("leads %s with fencing number %d", self._fleet.name, self.lease.fence)
+                    await self.lease.keep()
+                except HeldBy:
+                    pass
+                except kube.ApiError as error:
+                    logger.warning("lease of %s: %s", self._fleet.name, error)
+            await asyncio.sleep(CONTEND_SECONDS)
+
+    def require(self) -> None:
+        """Raises AgentError (409) unless this agent leads, for certain."""
+        if not self.lease.valid:
+            holder = self.lease.holder
+            text = f"pod {holder} leads it" if holder else "nobody leads it yet; try again in a moment"
+            raise conflict("NotLeading", f"this agent does not lead RolloutServer {self._fleet.name}: {text}")
+
+    async def write(self, training: TrainingStatus) -> None:
+        """Write our subtree. Raises AgentError when we do not lead any more, ApiError.
+
+        An apply has no condition of its own: resourceVersion makes sure that nobody with a higher fencing number
+        wrote between our look and our write.
+        """
+        for _ in range(WRITE_ATTEMPTS):
+            self.require()
+            fresh = await self._api.get(kube.ROLLOUT_SERVER, self._fleet.name, namespace=self._namespace)
+            written = RolloutServer.model_validate(fresh).status.training
+            if written is not None and written.fence > self.lease.fence:
+                raise conflict("Fenced", f"pod {written.holder} has taken over RolloutServer {self._fleet.name}")
+            stamped = training.model_copy(update={"holder": self.lease.holder, "fence": self.lease.fence})
+            manifest = {
+                "apiVersion": API_VERSION,
+                "kind": "RolloutServer",
+                "metadata": {
+                    "name": self._fleet.name,
+                    "namespace": self._namespace,
+                    "resourceVersion": fresh["metadata"]["resourceVersion"],
+                },
+                "status": {"training": stamped.dump()},
+            }
+            try:
+                applied = await self._api.apply(
+                    kube.ROLLOUT_SERVER, manifest, field_manager=AGENT_MANAGER, force=True, subresource="status"
+                )
+            except kube.Conflict:
+                continue  # the operator wrote its part meanwhile
+            self._fleet.server = RolloutServer.model_validate(applied)
+            return
+        raise conflict("Busy", f"status of RolloutServer {self._fleet.name} changes faster than it can be written")

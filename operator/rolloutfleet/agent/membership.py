@@ -1,0 +1,173 @@
+"""One fleet as this agent sees it: the RolloutServer and its ServerGroups, read by name.
+
+A trainer names few servers, so the agent reads them once a second and before each operation: a handful of requests
+that no watch can leave stale. It may read exactly these objects (their names are in its Role) and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from datetime import UTC, datetime
+
+from pydantic import ValidationError
+
+from rolloutfleet.agent.errors import unavailable
+from rolloutfleet.api.agent import EngineView, FleetState, FleetView
+from rolloutfleet.api.names import server_group_name
+from rolloutfleet.api.rollout_server import RolloutServer, TrainingStatus
+from rolloutfleet.api.server_group import EngineStatus, ServerGroup
+from rolloutfleet.kube import client as kube
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 1.0
+
+
+class Fleet:
+    """What is known of one server; `refresh` reads it anew."""
+
+    def __init__(self, *, api: kube.KubeApi, namespace: str, role: str, name: str, pod_name: str, pod_uid: str) -> None:
+        self._api = api
+        self._namespace = namespace
+        self._pod_name = pod_name
+        self._pod_uid = pod_uid
+        self.role = role
+        self.name = name
+        self.state = FleetState.WAITING_FOR_SERVER
+        self.message = f"RolloutServer {namespace}/{name} is not read yet"
+        self.server: RolloutServer | None = None
+        self.groups: tuple[ServerGroup, ...] = ()
+        self._announced: FleetState | None = None
+
+    async def watch(self) -> None:
+        """For ever; cancelled with the process."""
+        while True:
+            await self.refresh()
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def refresh(self) -> None:
+        try:
+            server = RolloutServer.model_validate(
+                await self._api.get(kube.ROLLOUT_SERVER, self.name, namespace=self._namespace)
+            )
+            self.groups = await self._read_groups(server)
+            self.server = server
+            state, message = FleetState.CONNECTED, ""
+        except kube.NotFound:
+            self.server, self.groups = None, ()
+            state = FleetState.WAITING_FOR_SERVER
+            message = f"RolloutServer {self._namespace}/{self.name} does not exist; waiting for it"
+        except kube.Forbidden as error:
+            # Also the answer while the server does not exist: its Role is made with it.
+            self.server, self.groups = None, ()
+            state = FleetState.FORBIDDEN
+            message = (
+                f"this pod's service account may not read RolloutServer {self._namespace}/{self.name}: it does not "
+                f"exist, or its spec.trainers.serviceAccounts does not name the account ({error.message})"
+            )
+        except (kube.ApiError, ValidationError) as error:
+            state, message = FleetState.UNREACHABLE, str(error)
+        self.state, self.message = state, message
+        await self._announce()
+
+    async def _read_groups(self, server: RolloutServer) -> tuple[ServerGroup, ...]:
+        names = [server_group_name(self.name, group.name) for group in server.spec.groups]
+        found = []
+        for name in names:
+            try:
+                body = await self._api.get(kube.SERVER_GROUP, name, namespace=self._namespace)
+            except kube.NotFound:
+                continue  # the operator has not made it yet
+            found.append(ServerGroup.model_validate(body))
+        return tuple(found)
+
+    async def _announce(self) -> None:
+        """One event on this pod when the state changes."""
+        if self.state == self._announced or self.state is FleetState.UNREACHABLE:
+            return
+        first, self._announced = self._announced is None, self.state
+        if first and self.state is FleetState.CONNECTED:
+            return
+        now = datetime.now(UTC)
+        connected = self.state is FleetState.CONNECTED
+        event = {
+            "apiVersion": "events.k8s.io/v1",
+            "kind": "Event",
+            "metadata": {"generateName": f"{self._pod_name}-", "namespace": self._namespace},
+            "eventTime": now.strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+            "type": "Normal" if connected else "Warning",
+            "reason": f"RolloutServer{self.state.value}",
+            "note": (self.message or f"connected to RolloutServer {self.name}")[:1024],
+            "action": "Connect",
+            "reportingController": "rolloutfleet.dev/agent",
+            "reportingInstance": self._pod_name,
+            "regarding": {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "name": self._pod_name,
+                "namespace": self._namespace,
+                "uid": self._pod_uid,
+            },
+        }
+        try:
+            await self._api.create(kube.EVENT, event)
+        except kube.ApiError as error:
+            logger.warning("%s (no event written: %s)", event["note"], error)
+
+    # What operations ask
+
+    def connected(self) -> RolloutServer:
+        if self.server is None:
+            raise unavailable(self.state.value, self.message)
+        return self.server
+
+    @property
+    def training(self) -> TrainingStatus:
+        server = self.connected()
+        return server.status.training or TrainingStatus()
+
+    @property
+    def committed_version(self) -> int:
+        weights = self.training.weights
+        return weights.version if weights else 0
+
+    def engines(self) -> list[tuple[ServerGroup, EngineStatus]]:
+        return [(group, engine) for group in self.groups for engine in group.status.engines]
+
+    @property
+    def routable(self) -> int:
+        return sum(group.status.routable for group in self.groups)
+
+    def view(self, *, leading: bool, holder: str, fence: int) -> FleetView:
+        server = self.server
+        if server is None:
+            return FleetView(role=self.role, server=self.name, state=self.state, message=self.message)
+        conditions = {condition.type: condition for condition in server.status.conditions}
+        ready = conditions.get("Ready")
+        return FleetView(
+            role=self.role,
+            server=self.name,
+            state=self.state,
+            message=self.message or (ready.message if ready else ""),
+            ready=ready is not None and ready.status == "True",
+            router_url=server.status.router.url if server.status.router else "",
+            weight_version=self.committed_version,
+            desired=sum(group.spec.replicas for group in self.groups),
+            routable=self.routable,
+            leading=leading,
+            holder=holder,
+            fence=fence,
+            engines=[
+                EngineView(
+                    name=engine.pod,
+                    group=group.name,
+                    index=engine.index,
+                    phase=engine.phase.value,
+                    reason=engine.reason,
+                    url=engine.url,
+                    weight_version=engine.weight_version,
+                )
+                for group, engine in self.engines()
+            ],
+        )

@@ -1,0 +1,144 @@
+"""Offload and onload: SGLang's memory release and resume, made safe to repeat.
+
+Neither call of SGLang is idempotent: a second one kills the scheduler. So the intent is recorded, then the call is
+made, then the result is recorded, for each life of each engine; after an ambiguous failure only that engine is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from rolloutfleet.agent.errors import conflict, unavailable
+from rolloutfleet.agent.leadership import Leadership
+from rolloutfleet.agent.membership import Fleet
+from rolloutfleet.api.agent import MemoryRequest, MemoryResult, MemoryTag
+from rolloutfleet.api.common import EnginePhase
+from rolloutfleet.api.rollout_server import TrainingMemory, TrainingStatus
+from rolloutfleet.api.server_group import EngineStatus
+from rolloutfleet.engine.errors import EngineError
+from rolloutfleet.engine.sglang import EngineClient
+
+RESUME_ORDER: tuple[MemoryTag, ...] = ("weights", "kv_cache", "cuda_graph")
+
+
+class Memory:
+    """Memory of one fleet's engines, one operation at a time."""
+
+    def __init__(self, *, fleet: Fleet, leadership: Leadership, engine: Callable[[str], EngineClient]) -> None:
+        self._fleet = fleet
+        self._leadership = leadership
+        self._engine = engine
+        self._lock = asyncio.Lock()
+
+    async def offload(self, request: MemoryRequest) -> MemoryResult:
+        """Pause, wait until idle, release. Tags that are released already are left alone."""
+        async with self._lock:
+            return await asyncio.shield(asyncio.ensure_future(self._offload(request)))
+
+    async def onload(self, request: MemoryRequest) -> MemoryResult:
+        """Resume tags; generation continues when all are resident. Tags that are resident are left alone."""
+        async with self._lock:
+            return await asyncio.shield(asyncio.ensure_future(self._onload(request)))
+
+    async def _offload(self, request: MemoryRequest) -> MemoryResult:
+        started = time.monotonic()
+        self._leadership.require()
+        await self._fleet.refresh()
+        self._refuse_without_saver()
+        before = self._memory()
+        tags = [tag for tag in RESUME_ORDER if tag in request.tags and tag not in before.tags]
+        engines = self._engines(before) if before.tags else self._serving()
+        if not tags:
+            return self._result(before, {}, started)
+        released = [tag for tag in RESUME_ORDER if tag in before.tags or tag in tags]
+        await self._write("Releasing", released, engines)
+
+        async def release(engine: EngineClient) -> None:
+            if not before.tags:
+                await engine.pause("abort", seconds=request.timeout_seconds)
+                await engine.flush_cache(wait_seconds=int(request.timeout_seconds))
+            await engine.release_memory(tags, seconds=request.timeout_seconds)
+
+        failed = await self._everywhere(engines, release)
+        after = await self._write("Released", released, [e for e in engines if e.pod not in failed])
+        return self._result(after, failed, started)
+
+    async def _onload(self, request: MemoryRequest) -> MemoryResult:
+        started = time.monotonic()
+        self._leadership.require()
+        await self._fleet.refresh()
+        before = self._memory()
+        tags = [tag for tag in RESUME_ORDER if tag in request.tags and tag in before.tags]
+        if not tags:
+            return self._result(before, {}, started)
+        engines = self._engines(before)
+        left = [tag for tag in before.tags if tag not in tags]
+        await self._write("Resuming", before.tags, engines)
+
+        async def resume(engine: EngineClient) -> None:
+            await engine.resume_memory(tags, seconds=request.timeout_seconds)
+            if not left:
+                await engine.continue_generation()
+
+        failed = await self._everywhere(engines, resume)
+        kept = [e for e in engines if e.pod not in failed] if left else []
+        after = await self._write("Released" if left else "Resident", left, kept)
+        return self._result(after, failed, started)
+
+    def _refuse_without_saver(self) -> None:
+        for group in self._fleet.connected().spec.groups:
+            if not group.offload:
+                raise conflict(
+                    "OffloadNotEnabled",
+                    f"spec.groups[{group.name}].offload is false: SGLang would answer and release nothing; set it",
+                )
+
+    def _memory(self) -> TrainingMemory:
+        return self._fleet.training.memory or TrainingMemory(phase="Resident")
+
+    def _engines(self, memory: TrainingMemory) -> list[EngineStatus]:
+        held = set(memory.engines)
+        return [engine for _, engine in self._fleet.engines() if engine.pod in held and engine.url]
+
+    def _serving(self) -> list[EngineStatus]:
+        found = [
+            engine
+            for _, engine in self._fleet.engines()
+            if engine.phase in (EnginePhase.SERVING, EnginePhase.HELD) and engine.url
+        ]
+        if not found:
+            raise unavailable("NoEngines", f"RolloutServer {self._fleet.name} has no serving engine")
+        return found
+
+    async def _everywhere(
+        self, engines: Sequence[EngineStatus], step: Callable[[EngineClient], Awaitable[None]]
+    ) -> dict[str, str]:
+        self._leadership.require()
+        failed: dict[str, str] = {}
+
+        async def one(engine: EngineStatus) -> None:
+            try:
+                await step(self._engine(engine.url))
+            except EngineError as error:
+                failed[engine.pod] = str(error)
+
+        await asyncio.gather(*(one(engine) for engine in engines))
+        return failed
+
+    async def _write(self, phase: str, tags: Sequence[str], engines: Sequence[EngineStatus]) -> TrainingMemory:
+        memory = TrainingMemory.model_validate(
+            {"phase": phase, "tags": list(tags), "engines": sorted(engine.pod for engine in engines)}
+        )
+        training: TrainingStatus = self._fleet.training
+        await self._leadership.write(training.model_copy(update={"memory": memory}))
+        return memory
+
+    def _result(self, memory: TrainingMemory, failed: dict[str, str], started: float) -> MemoryResult:
+        return MemoryResult(
+            released=list(memory.tags),
+            engines=list(memory.engines),
+            failed=failed,
+            seconds=round(time.monotonic() - started, 4),
+        )

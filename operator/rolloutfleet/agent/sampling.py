@@ -1,0 +1,155 @@
+"""Groups of samples through the router: bounded, retried, and checked for who answered.
+
+Which engine answers is the router's choice. What this agent guarantees is that no sample of a weight version that was
+never committed gets through, that each sample is delivered once, and that one bad prompt costs its own samples only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from rolloutfleet.agent.errors import unavailable
+from rolloutfleet.agent.membership import Fleet
+from rolloutfleet.api.agent import Generate, Generated, Sample, SampleGroup, VersionSpan
+from rolloutfleet.engine.errors import EngineError, EngineRefused
+from rolloutfleet.engine.router import RouterClient
+
+CONCURRENCY_PER_ENGINE = 64
+FIRST_PAUSE_SECONDS = 0.1
+LAST_PAUSE_SECONDS = 5.0
+BAD_REQUEST = frozenset({400, 404, 405, 413, 422})
+"""The request itself is wrong: the next engine would refuse it too, or die of it."""
+
+
+class Sampler:
+    def __init__(self, *, fleet: Fleet, router: Callable[[str], RouterClient]) -> None:
+        self._fleet = fleet
+        self._router = router
+        self._committed: set[int] = {0}
+        self._running = 0
+        self._freed = asyncio.Condition()
+
+    async def generate(self, request: Generate) -> Generated:
+        """Groups in the order of the prompts. Raises AgentError while the server does not exist."""
+        started = time.monotonic()
+        await self._fleet.refresh()
+        server = self._fleet.connected()
+        if server.status.router is None:
+            raise unavailable("NoRouter", f"RolloutServer {server.name} has no router yet")
+        router = self._router(server.status.router.url)
+        deadline = started + request.timeout_seconds
+        tasks = [
+            [asyncio.ensure_future(self._sample(router, prompt, request, deadline)) for _ in range(request.n)]
+            for prompt in request.prompts
+        ]
+        try:
+            groups = [
+                SampleGroup(prompt=prompt, samples=list(await asyncio.gather(*group)))
+                for prompt, group in zip(request.prompts, tasks, strict=True)
+            ]
+        finally:
+            for group in tasks:
+                for task in group:
+                    task.cancel()  # a client that hung up: closing the connection makes the engine abort
+        return Generated(groups=groups, seconds=round(time.monotonic() - started, 4))
+
+    async def _sample(self, router: RouterClient, prompt: list[int], request: Generate, deadline: float) -> Sample:
+        started, attempts, pause, error = time.monotonic(), 0, FIRST_PAUSE_SECONDS, "no attempt was made"
+        while (left := deadline - time.monotonic()) > 0:
+            attempts += 1
+            payload = {
+                # Fresh and of one length: SGLang aborts by prefix, and refuses an id that still runs.
+                "rid": uuid.uuid4().hex,
+                "input_ids": prompt,
+                "sampling_params": request.sampling_params.model_dump(exclude_none=True, exclude_defaults=True)
+                | {"max_new_tokens": request.sampling_params.max_new_tokens},
+                "return_logprob": True,
+            }
+            try:
+                await self._take_slot()
+                try:
+                    answer = await router.generate(payload, seconds=left)
+                finally:
+                    await self._free_slot()
+                sample = sample_of(answer, attempts=attempts, seconds=time.monotonic() - started)
+            except EngineRefused as refused:
+                if refused.status in BAD_REQUEST:
+                    return _without_tokens("failed", str(refused), attempts, started)
+                error = str(refused)
+            except (EngineError, ValueError) as problem:
+                error = str(problem)
+            else:
+                if sample.status != "aborted" and await self._all_committed(sample):
+                    return sample
+                error = sample.error or "sampled by weights that were never committed"
+            await asyncio.sleep(min(pause, max(deadline - time.monotonic(), 0)))
+            pause = min(pause * 2, LAST_PAUSE_SECONDS)
+        return _without_tokens("aborted", f"not finished in {request.timeout_seconds:g} s: {error}", attempts, started)
+
+    async def _all_committed(self, sample: Sample) -> bool:
+        versions = {span.version for span in sample.weight_versions}
+        self._committed.add(self._fleet.committed_version if self._fleet.server else 0)
+        if not versions <= self._committed:
+            await self._fleet.refresh()  # committed by another agent, or a moment ago
+            if self._fleet.server is not None:
+                self._committed.add(self._fleet.committed_version)
+        return versions <= self._committed
+
+    async def _take_slot(self) -> None:
+        """As many at once as the routable engines bear, as that number changes."""
+        async with self._freed:
+            await self._freed.wait_for(lambda: self._running < max(self._fleet.routable, 1) * CONCURRENCY_PER_ENGINE)
+            self._running += 1
+
+    async def _free_slot(self) -> None:
+        async with self._freed:
+            self._running -= 1
+            self._freed.notify_all()
+
+
+def sample_of(answer: dict[str, Any], *, attempts: int, seconds: float) -> Sample:
+    """From SGLang's answer to /generate. Raises ValueError when it is not what an engine with our weights says."""
+    meta = answer.get("meta_info") or {}
+    entries = meta.get("output_token_logprobs") or []
+    tokens = [int(entry[1]) for entry in entries]
+    log_probs = [float(entry[0]) for entry in entries]
+    finish = meta.get("finish_reason") or {}
+    kind = finish.get("type")
+    status = {"stop": "completed", "length": "truncated", "abort": "aborted"}.get(str(kind))
+    if status is None:
+        raise ValueError(f"unknown finish reason {kind!r}")
+    spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": len(tokens)}]
+    versions = []
+    for span in spans:
+        if not str(span.get("version")).isdigit():
+            raise ValueError(f"answered by an engine whose weight version is {span.get('version')!r}")
+        versions.append(VersionSpan(version=int(span["version"]), start=int(span["start"]), end=int(span["end"])))
+    return Sample.model_validate(
+        {
+            "tokens": tokens,
+            "log_probs": log_probs,
+            "status": status,
+            "weight_versions": versions,
+            "error": str(finish.get("message") or "") if status == "aborted" else "",
+            "attempts": attempts,
+            "seconds": round(seconds, 4),
+        }
+    )
+
+
+def _without_tokens(status: str, error: str, attempts: int, started: float) -> Sample:
+    return Sample.model_validate(
+        {
+            "tokens": [],
+            "log_probs": [],
+            "status": status,
+            "weight_versions": [],
+            "error": error,
+            "attempts": attempts,
+            "seconds": round(time.monotonic() - started, 4),
+        }
+    )

@@ -1,0 +1,137 @@
+"""The agent's HTTP API, on localhost: only containers of the trainer's pod reach it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from aiohttp import web
+from pydantic import BaseModel, ValidationError
+
+from rolloutfleet.agent.errors import AgentError, invalid, unavailable
+from rolloutfleet.agent.leadership import Leadership
+from rolloutfleet.agent.membership import Fleet
+from rolloutfleet.agent.memory import Memory
+from rolloutfleet.agent.sampling import Sampler
+from rolloutfleet.agent.updates import Updater
+from rolloutfleet.api.agent import ErrorAnswer, ErrorBody, FleetView, Generate, MemoryRequest, UpdateWeights
+from rolloutfleet.kube.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 1 << 30
+READY_POLL_SECONDS = 0.2
+
+Request = TypeVar("Request", bound=BaseModel)
+
+
+class Role:
+    """All that one role of the annotation can do."""
+
+    def __init__(
+        self, *, fleet: Fleet, leadership: Leadership, updater: Updater, memory: Memory, sampler: Sampler
+    ) -> None:
+        self.fleet = fleet
+        self.leadership = leadership
+        self.updater = updater
+        self.memory = memory
+        self.sampler = sampler
+
+    def view(self) -> FleetView:
+        lease = self.leadership.lease
+        return self.fleet.view(leading=lease.valid, holder=lease.holder, fence=lease.fence)
+
+
+def application(roles: dict[str, Role]) -> web.Application:
+    app = web.Application(middlewares=[_errors_as_json], client_max_size=MAX_BODY_BYTES)
+
+    def role_of(request: web.Request) -> Role:
+        name = request.match_info["role"]
+        if name not in roles:
+            known = ", ".join(sorted(roles))
+            raise AgentError("UnknownRole", f"role {name}: this pod's annotation names {known}", status=404)
+        return roles[name]
+
+    async def healthz(_: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def servers(_: web.Request) -> web.Response:
+        return web.json_response({name: role.view().model_dump(mode="json") for name, role in roles.items()})
+
+    async def server(request: web.Request) -> web.Response:
+        return _answer(role_of(request).view())
+
+    async def ready(request: web.Request) -> web.Response:
+        """Wait until the fleet serves, with at least `routable` engines, and this agent leads it where it can."""
+        role = role_of(request)
+        wanted = int(request.query.get("routable", "1"))
+        deadline = time.monotonic() + min(float(request.query.get("timeout", "30")), 60.0)
+        while True:
+            view = role.view()
+            frozen = role.fleet.server is not None and not role.fleet.server.spec.update_weights
+            if view.ready and view.routable >= wanted and (view.leading or frozen):
+                return _answer(view)
+            if time.monotonic() > deadline:
+                raise unavailable(
+                    "NotReady",
+                    f"RolloutServer {view.server}: {view.state.value}, {view.routable} of {view.desired} engines "
+                    f"routable (wanted {wanted}), leader {view.holder or 'nobody'}; {view.message}",
+                )
+            await asyncio.sleep(READY_POLL_SECONDS)
+
+    def operation(
+        model: type[Request], perform: Callable[[Role, Request], Awaitable[BaseModel]]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def handle(request: web.Request) -> web.Response:
+            role = role_of(request)
+            try:
+                body = model.model_validate_json(await request.read())
+            except ValidationError as error:
+                problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+                raise invalid("BadRequest", "; ".join(problems), details=problems) from error
+            return _answer(await perform(role, body))
+
+        return handle
+
+    app.add_routes(
+        [
+            web.get("/healthz", healthz),
+            web.get("/v1/servers", servers),
+            web.get("/v1/servers/{role}", server),
+            web.get("/v1/servers/{role}/ready", ready),
+            web.post("/v1/servers/{role}/generate", operation(Generate, lambda r, b: r.sampler.generate(b))),
+            web.post("/v1/servers/{role}/update-weights", operation(UpdateWeights, lambda r, b: r.updater.update(b))),
+            web.post("/v1/servers/{role}/offload", operation(MemoryRequest, lambda r, b: r.memory.offload(b))),
+            web.post("/v1/servers/{role}/onload", operation(MemoryRequest, lambda r, b: r.memory.onload(b))),
+        ]
+    )
+    return app
+
+
+def _answer(model: BaseModel) -> web.Response:
+    return web.Response(text=model.model_dump_json(), content_type="application/json")
+
+
+@web.middleware
+async def _errors_as_json(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except AgentError as error:
+        body = ErrorBody(code=error.code, message=error.message, details=error.details)
+        status = error.status
+    except ApiError as error:
+        body = ErrorBody(code="KubernetesApi", message=error.message)
+        status = 502
+    except web.HTTPException as error:
+        body = ErrorBody(code="Http", message=f"{request.method} {request.path}: {error.reason}")
+        status = error.status
+    except Exception as error:
+        logger.exception("%s %s failed", request.method, request.path)
+        body = ErrorBody(code="Internal", message=f"{type(error).__name__}: {error}")
+        status = 500
+    return web.Response(text=ErrorAnswer(error=body).model_dump_json(), status=status, content_type="application/json")

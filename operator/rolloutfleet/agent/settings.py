@@ -1,0 +1,48 @@
+"""What the agent is told by its environment.
+
+It lives in other people's pods, where every Service of the namespace may inject NAME_PORT=tcp://...: such a value of a
+setting of ours is not ours.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rolloutfleet.api.names import AGENT_PORT
+from rolloutfleet.plan.injection import parse_rollout_servers
+
+
+@dataclass(frozen=True)
+class Settings:
+    servers: dict[str, str]
+    """Role to RolloutServer."""
+    pod_name: str
+    pod_uid: str
+    namespace: str
+    host: str
+    port: int
+
+
+def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
+    """Raises ValueError naming the variable."""
+    servers = environment.get("ROLLOUTFLEET_SERVERS")
+    if servers is None:
+        raise ValueError("ROLLOUTFLEET_SERVERS: missing; for example actor=qwen,reward=rm")
+    name, namespace = environment.get("POD_NAME"), environment.get("POD_NAMESPACE")
+    if not name or not namespace:
+        raise ValueError("POD_NAME and POD_NAMESPACE: missing; the injected container sets them")
+    return Settings(
+        servers=parse_rollout_servers(servers),
+        pod_name=name,
+        pod_uid=environment.get("POD_UID", ""),
+        namespace=namespace,
+        host=environment.get("ROLLOUTFLEET_AGENT_HOST", "127.0.0.1"),
+        port=agent_port(environment),
+    )
+
+
+def agent_port(environment: Mapping[str, str]) -> int:
+    value = environment.get("ROLLOUTFLEET_AGENT_PORT", "")
+    return int(value) if value.isdigit() else AGENT_PORT

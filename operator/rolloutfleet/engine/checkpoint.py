@@ -1,0 +1,84 @@
+"""What a checkpoint folder holds, read from safetensors headers alone: no torch, no tensor data.
+
+A checkpoint whose tensors have other shapes kills SGLang's scheduler, and one with other names leaves old weights in
+place behind a new label; both can be seen here, before any engine is paused. The format: 8 bytes length (little
+endian), a JSON header {name: {dtype, shape, data_offsets}}, the data (github.com/huggingface/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MAX_HEADER_BYTES = 100_000_000
+INDEX = "model.safetensors.index.json"
+
+
+class CheckpointError(ValueError):
+    """The folder is no complete checkpoint; the text names the path and what is wrong."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    path: Path
+    shapes: dict[str, tuple[int, ...]]
+    """Tensor name to shape."""
+    total_bytes: int
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Raises CheckpointError."""
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such folder")
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: not a folder; name the folder that holds config.json and *.safetensors")
+    files = sorted(path.glob("*.safetensors"))
+    index = path / INDEX
+    if index.exists():
+        try:
+            named = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{index}: not a weight index: {error}") from error
+        missing = sorted(named - {file.name for file in files})
+        if missing:
+            raise CheckpointError(f"{path}: {missing[0]} is named by {INDEX} and missing")
+    if not files:
+        raise CheckpointError(f"{path}: holds no *.safetensors file")
+    shapes: dict[str, tuple[int, ...]] = {}
+    total = 0
+    for file in files:
+        for name, entry in _header(file).items():
+            if name != "__metadata__":
+                shapes[name] = tuple(int(size) for size in entry["shape"])
+        total += file.stat().st_size
+    return Checkpoint(path=path, shapes=shapes, total_bytes=total)
+
+
+def _header(file: Path) -> dict[str, Any]:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > MAX_HEADER_BYTES or 8 + length > size:
+            raise CheckpointError(f"{file}: truncated, or not a safetensors file")
+        try:
+            header: dict[str, Any] = json.loads(stream.read(length))
+        except ValueError as error:
+            raise CheckpointError(f"{file}: its header is no JSON: {error}") from error
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    if 8 + length + max(ends, default=0) != size:
+        raise CheckpointError(f"{file}: {size} bytes, but its header speaks of {8 + length + max(ends, default=0)}")
+    return header
+
+
+def differences(reference: Checkpoint, new: Checkpoint) -> list[str]:
+    """Names and shapes in which a new checkpoint differs from one that is known to load."""
+    found = [f"{name}: missing" for name in sorted(reference.shapes.keys() - new.shapes.keys())]
+    found += [f"{name}: not a tensor of this model" for name in sorted(new.shapes.keys() - reference.shapes.keys())]
+    found += [
+        f"{name}: shape {list(new.shapes[name])}, the model has {list(shape)}"
+        for name, shape in sorted(reference.shapes.items())
+        if name in new.shapes and new.shapes[name] != shape
+    ]
+    return found

@@ -1,0 +1,131 @@
+"""A Lease of coordination.k8s.io as a fencing lock: who leads, and the how-manieth leader that is.
+
+Expiry is judged by the observer's own clock since it last saw the Lease change, as client-go does: clocks of different
+machines are never compared. The transition count rises with each acquisition; it is the fencing number that every
+write of the holder carries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from rolloutfleet.kube.client import LEASE, ApiError, Conflict, KubeApi, Object
+
+logger = logging.getLogger(__name__)
+
+DURATION_SECONDS = 15
+RENEW_SECONDS = 4.0
+
+
+class HeldBy(Exception):
+    """Somebody else leads."""
+
+    def __init__(self, holder: str) -> None:
+        super().__init__(f"led by {holder}")
+        self.holder = holder
+
+
+class LeaseHolder:
+    """One contender for one Lease, which must exist (the operator makes it)."""
+
+    def __init__(
+        self,
+        *,
+        api: KubeApi,
+        namespace: str,
+        name: str,
+        identity: str,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._api = api
+        self._namespace = namespace
+        self._name = name
+        self._identity = identity
+        self._monotonic = monotonic
+        self._seen: tuple[object, ...] = ()
+        self._seen_at = 0.0
+        self._valid_until = 0.0
+        self.fence = 0
+        self.holder = ""
+        """Who leads as last seen; empty when nobody does."""
+
+    @property
+    def valid(self) -> bool:
+        """We lead, for certain: no other can have taken over yet."""
+        return self._monotonic() < self._valid_until
+
+    async def acquire(self) -> int:
+        """Become the leader; the fencing number. Raises HeldBy, ApiError."""
+        lease = await self._api.get(LEASE, self._name, namespace=self._namespace)
+        spec = lease.get("spec") or {}
+        holder = str(spec.get("holderIdentity") or "")
+        observed = (holder, spec.get("renewTime"), spec.get("leaseTransitions"))
+        now = self._monotonic()
+        if observed != self._seen:
+            self._seen, self._seen_at = observed, now
+        self.holder = holder
+        duration = float(spec.get("leaseDurationSeconds") or DURATION_SECONDS)
+        if holder and holder != self._identity and now < self._seen_at + duration:
+            raise HeldBy(holder)
+        # A restarted process of the same pod gets a new number as well: its predecessor's late writes are refused.
+        fence = int(spec.get("leaseTransitions") or 0) + 1
+        await self._write(lease, fence=fence, acquired=True)
+        return fence
+
+    async def renew(self) -> None:
+        """Raises HeldBy when another has taken over, ApiError when nothing is known."""
+        lease = await self._api.get(LEASE, self._name, namespace=self._namespace)
+        spec = lease.get("spec") or {}
+        if spec.get("holderIdentity") != self._identity or int(spec.get("leaseTransitions") or 0) != self.fence:
+            self._valid_until = 0.0
+            self.holder = str(spec.get("holderIdentity") or "")
+            raise HeldBy(self.holder)
+        await self._write(lease, fence=self.fence, acquired=False)
+
+    async def release(self) -> None:
+        """Let the next one take over at once."""
+        if not self.valid:
+            return
+        self._valid_until = 0.0
+        lease = await self._api.get(LEASE, self._name, namespace=self._namespace)
+        spec = lease.get("spec") or {}
+        if spec.get("holderIdentity") == self._identity and int(spec.get("leaseTransitions") or 0) == self.fence:
+            lease["spec"] = {**spec, "holderIdentity": None}
+            await self._api.update(LEASE, lease)
+            self.holder = ""
+
+    async def _write(self, lease: Object, *, fence: int, acquired: bool) -> None:
+        before = self._monotonic()
+        stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        spec = {
+            **(lease.get("spec") or {}),
+            "holderIdentity": self._identity,
+            "leaseDurationSeconds": DURATION_SECONDS,
+            "leaseTransitions": fence,
+            "renewTime": stamp,
+        }
+        if acquired:
+            spec["acquireTime"] = stamp
+        lease["spec"] = spec
+        try:
+            await self._api.update(LEASE, lease)
+        except Conflict as error:
+            raise HeldBy("another contender") from error
+        self.fence, self.holder = fence, self._identity
+        self._valid_until = before + DURATION_SECONDS
+
+    async def keep(self) -> None:
+        """Renew until the lease is lost or cannot be renewed in time; then return."""
+        while self.valid:
+            await asyncio.sleep(RENEW_SECONDS)
+            try:
+                await self.renew()
+            except HeldBy as error:
+                logger.warning("lease %s lost: %s", self._name, error)
+                return
+            except ApiError as error:
+                logger.warning("lease %s not renewed: %s", self._name, error)

@@ -1,0 +1,152 @@
+"""The agent's container in a trainer's pod: what the webhook adds, and `rolloutfleet inject` prints.
+
+A native sidecar: an init container that keeps running, is up before the trainer starts and ends after it. It has a
+token of its own (the pod may have none), a restricted security context of its own, and sees the trainer's data
+volumes read-only, so that it can look into a checkpoint before it pauses a fleet.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from typing import Any
+
+from rolloutfleet.api.names import AGENT_CONTAINER, AGENT_PORT, ANNOTATION_ROLLOUT_SERVERS
+
+TOKEN_VOLUME = "rolloutfleet-agent-token"
+SCRATCH_VOLUME = "rolloutfleet-agent-tmp"
+TOKEN_PATH = "/var/run/secrets/kubernetes.io/serviceaccount"
+AGENT_USER = 65532
+URL_VARIABLE = "ROLLOUTFLEET_AGENT_URL"
+
+DATA_SOURCES = frozenset(
+    {"persistentVolumeClaim", "hostPath", "nfs", "emptyDir", "csi", "ephemeral", "iscsi", "cephfs", "fc", "image"}
+)
+"""Volume sources that may hold checkpoints; secrets, config maps and tokens are none of the agent's business."""
+
+_ROLE = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_SERVER = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+
+
+class InjectionError(ValueError):
+    """The pod cannot be injected; the text names the value and what would be right."""
+
+
+def parse_rollout_servers(value: str) -> dict[str, str]:
+    """`actor=qwen,reward=rm` as {role: RolloutServer}. Raises InjectionError."""
+    roles: dict[str, str] = {}
+    for entry in value.split(","):
+        role, separator, server = (part.strip() for part in entry.partition("="))
+        if not separator or not _ROLE.fullmatch(role) or not _SERVER.fullmatch(server):
+            raise InjectionError(
+                f"{ANNOTATION_ROLLOUT_SERVERS}: {value!r}: {entry.strip()!r} is not ROLE=SERVER in lower case, with a "
+                "RolloutServer of the pod's own namespace; for example actor=qwen,reward=rm"
+            )
+        if role in roles:
+            raise InjectionError(f"{ANNOTATION_ROLLOUT_SERVERS}: {value!r}: role {role} is named twice")
+        roles[role] = server
+    return roles
+
+
+def inject(pod: Mapping[str, Any], *, agent_image: str, pull_policy: str = "IfNotPresent") -> dict[str, Any]:
+    """The pod (or pod template) with the agent in it; unchanged where it is already. Raises InjectionError."""
+    injected = deepcopy(dict(pod))
+    value = ((injected.get("metadata") or {}).get("annotations") or {}).get(ANNOTATION_ROLLOUT_SERVERS)
+    if value is None:
+        return injected
+    servers = parse_rollout_servers(value)
+    spec = injected.setdefault("spec", {})
+    if _agent_present(spec):
+        return injected
+    _refuse_taken_names(spec)
+    agent = _agent(spec, servers, agent_image, pull_policy)
+    spec["initContainers"] = [agent, *(spec.get("initContainers") or [])]
+    spec["volumes"] = [*(spec.get("volumes") or []), *_volumes()]
+    for container in spec.get("containers") or []:
+        variables = container.setdefault("env", [])
+        if all(variable.get("name") != URL_VARIABLE for variable in variables):
+            variables.append({"name": URL_VARIABLE, "value": f"http://127.0.0.1:{AGENT_PORT}"})
+    return injected
+
+
+def _agent_present(spec: Mapping[str, Any]) -> bool:
+    volumes = {volume.get("name") for volume in spec.get("volumes") or []}
+    names = {container.get("name") for container in spec.get("initContainers") or []}
+    return AGENT_CONTAINER in names and TOKEN_VOLUME in volumes
+
+
+def _refuse_taken_names(spec: Mapping[str, Any]) -> None:
+    for kind in ("containers", "initContainers"):
+        for container in spec.get(kind) or []:
+            if container.get("name") == AGENT_CONTAINER:
+                raise InjectionError(
+                    f"spec.{kind}: the name {AGENT_CONTAINER} belongs to the injected agent; rename yours"
+                )
+    for volume in spec.get("volumes") or []:
+        if volume.get("name") in (TOKEN_VOLUME, SCRATCH_VOLUME):
+            raise InjectionError(f"spec.volumes: the name {volume['name']} belongs to the injected agent; rename yours")
+
+
+def _agent(spec: Mapping[str, Any], servers: Mapping[str, str], image: str, pull_policy: str) -> dict[str, Any]:
+    security: dict[str, Any] = {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "runAsNonRoot": True,
+        "capabilities": {"drop": ["ALL"]},
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    # Where the pod's user is another than root (OpenShift gives arbitrary ones), the agent runs as that user.
+    if not (spec.get("securityContext") or {}).get("runAsUser"):
+        security |= {"runAsUser": AGENT_USER, "runAsGroup": 0}
+    return {
+        "name": AGENT_CONTAINER,
+        "image": image,
+        "imagePullPolicy": pull_policy,
+        "restartPolicy": "Always",
+        "env": [
+            {"name": "ROLLOUTFLEET_SERVERS", "value": ",".join(f"{role}={name}" for role, name in servers.items())},
+            {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+            {"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},
+            {"name": "POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
+            {"name": "ROLLOUTFLEET_AGENT_PORT", "value": str(AGENT_PORT)},
+        ],
+        "startupProbe": {
+            "exec": {"command": ["python3", "-m", "rolloutfleet.agent.healthcheck"]},
+            "periodSeconds": 2,
+            "timeoutSeconds": 5,
+            "failureThreshold": 30,
+        },
+        "resources": {
+            "requests": {"cpu": "100m", "memory": "128Mi"},
+            "limits": {"cpu": "2", "memory": "2Gi"},
+        },
+        "securityContext": security,
+        "volumeMounts": [
+            {"name": TOKEN_VOLUME, "mountPath": TOKEN_PATH, "readOnly": True},
+            {"name": SCRATCH_VOLUME, "mountPath": "/tmp"},
+            *_data_mounts(spec),
+        ],
+    }
+
+
+def _data_mounts(spec: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+    data = {volume["name"] for volume in spec.get("volumes") or [] if DATA_SOURCES & set(volume)}
+    taken = {TOKEN_PATH, "/tmp"}
+    for container in spec.get("containers") or []:
+        for mount in container.get("volumeMounts") or []:
+            path = mount["mountPath"].rstrip("/") or "/"
+            if mount["name"] in data and path not in taken:
+                taken.add(path)
+                subpath = {key: mount[key] for key in ("subPath", "subPathExpr") if key in mount}
+                yield {"name": mount["name"], "mountPath": mount["mountPath"], "readOnly": True, **subpath}
+
+
+def _volumes() -> list[dict[str, Any]]:
+    token = {"serviceAccountToken": {"path": "token", "expirationSeconds": 3600}}
+    authority = {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}}
+    namespace = {"downwardAPI": {"items": [{"path": "namespace", "fieldRef": {"fieldPath": "metadata.namespace"}}]}}
+    return [
+        {"name": TOKEN_VOLUME, "projected": {"sources": [token, authority, namespace], "defaultMode": 0o444}},
+        {"name": SCRATCH_VOLUME, "emptyDir": {}},
+    ]
