@@ -29,3 +29,13 @@ netns() { echo "rf-$1"; }
 address() { echo "10.89.0.1${1#node}"; }
 pod_range() { echo "10.244.${1#node}.0/24"; }
 say() { printf '\033[1m[%4ds]\033[0m %s\n' "$SECONDS" "$*" >&2; }
+
+# One `up`, `down` or `load-image` at a time. Outside the state folder, which `down` removes; daemons close it (9>&-).
+# What runs inside another of them has the lock already.
+lock() {
+  [ -z "${ROLLOUTFLEET_LOCKED:-}" ] || return 0
+  mkdir -p "$CACHE"
+  exec 9>"$CACHE/cluster.lock"
+  flock -n 9 || { say "another cluster command runs: waiting for it"; flock 9; }
+  export ROLLOUTFLEET_LOCKED=1
+}

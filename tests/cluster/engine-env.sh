@@ -6,6 +6,8 @@ if [ ! -f "$ENGINE/complete" ]; then
   rm -rf "$ENGINE"
   "$UVBIN" venv -q --python "$PYTHON" "$ENGINE"
   VIRTUAL_ENV=$ENGINE "$UVBIN" pip install -q --no-deps -r "$HERE/engine-requirements.txt"
+  # Pods mount it read-only: without byte code made here, every process of every engine compiles its imports again.
+  PYTHONDONTWRITEBYTECODE='' "$ENGINE/bin/python" -m compileall -qq -j 0 "$ENGINE/lib" >/dev/null 2>&1 || true # templates in packages are no Python
   touch "$ENGINE/complete"
 fi
 if [ ! -f "$MODELS/m1/model.safetensors" ]; then

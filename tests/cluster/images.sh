@@ -30,6 +30,7 @@ fi
 if ! buildah images -q docker.io/library/debian:bookworm-slim >/dev/null 2>&1; then
   say "making debian:bookworm-slim with debootstrap (30 s, once)"
   debootstrap --variant=minbase --include=ca-certificates bookworm "$work/debian" >/dev/null
+  rm -rf "$work/debian"/{var/cache/apt,var/lib/apt/lists,usr/share/{doc,man,info,locale}}/* # as the slim image has it
   from_folder docker.io/library/debian:bookworm-slim "$work/debian"
 fi
 

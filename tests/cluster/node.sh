@@ -16,6 +16,7 @@ disabled_plugins = ["io.containerd.internal.v1.opt"]
   sandbox_image = "localhost/pause:1"
   restrict_oom_score_adj = true
   disable_apparmor = true
+  netns_mounts_under_state_dir = true # not in /run/netns, where down.sh could not tell them from others'
   [plugins."io.containerd.grpc.v1.cri".containerd]
     snapshotter = "overlayfs"
     default_runtime_name = "runc"
@@ -23,6 +24,7 @@ disabled_plugins = ["io.containerd.internal.v1.opt"]
       runtime_type = "io.containerd.runc.v2"
       [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
         BinaryName = "/usr/sbin/runc"
+        Root = "$folder/run/runc"
         SystemdCgroup = false
   [plugins."io.containerd.grpc.v1.cri".cni]
     bin_dir = "/usr/lib/cni"

@@ -1,15 +1,28 @@
 # Starts the cluster: control plane and node0 in one network namespace, node1 in another. 10 s.
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+lock
 export KUBECONFIG=$STATE/admin.kubeconfig
 
-if [ -f "$STATE/complete" ] && [ "$(kubectl get nodes --request-timeout=5s -o name 2>/dev/null | wc -l)" = 2 ]; then
+healthy() { # every daemon lives, both nodes are Ready and have their GPUs
+  [ -f "$STATE/complete" ] || return 1
+  local file
+  for file in "$STATE"/pids/*; do
+    tr '\0' ' ' 2>/dev/null <"/proc/$(cat "$file")/cmdline" | grep -qF -- "$STATE/" || return 1
+  done
+  [ "$(kubectl get nodes --request-timeout=5s -o jsonpath='{range .items[*]}{.status.conditions[?(@.type=="Ready")].status}{.status.allocatable.nvidia\.com/gpu} {end}' 2>/dev/null)" = "True8 True8 " ]
+}
+if healthy; then
   say "the cluster is up: KUBECONFIG=$KUBECONFIG"
   exit 0
 fi
 bash "$HERE/down.sh"
 say "starting a two-node Kubernetes $KUBERNETES"
 mkdir -p "$STATE"/{pki,logs,pids,shared/weights}
-ls /run/netns >"$STATE/netns-before" 2>/dev/null || true # containerd names those of pods itself
+mkdir -p "$STATE/before"
+for name in vm/overcommit_memory vm/panic_on_oom kernel/panic kernel/panic_on_oops kernel/keys/root_maxkeys kernel/keys/root_maxbytes; do
+  [ ! -r "/proc/sys/$name" ] || echo "$name $(cat "/proc/sys/$name")"
+done >"$STATE/before/sysctls" # the kubelet sets these for itself, on the machine as a whole
+[ -e /var/lib/kubelet ] || touch "$STATE/before/no-kubelet-folder"
 PKI=$STATE/pki
 
 certificate() { # name subject subject-alternative-names
@@ -28,7 +41,7 @@ kubeconfig() { # name
 start() { # node name command...
   local node=$1 name=$2
   shift 2
-  setsid nohup nsenter --net="/run/netns/$(netns "$node")" "$@" >"$STATE/logs/$name.log" 2>&1 </dev/null &
+  setsid nohup nsenter --net="/run/netns/$(netns "$node")" "$@" >"$STATE/logs/$name.log" 2>&1 </dev/null 9>&- &
   echo $! >"$STATE/pids/$name"
 }
 await() { # what tries command...
@@ -87,9 +100,26 @@ start node0 scheduler kube-scheduler --kubeconfig="$STATE/scheduler.kubeconfig" 
 await "the API server" 300 kubectl get --raw /readyz
 kubectl create clusterrolebinding kube-proxy --clusterrole=system:node-proxier --user=system:kube-proxy >/dev/null
 
+# A kubelet that starts anew sets extended resources to 0 and then refuses its own running pods (OutOfnvidia.com/gpu),
+# unless it finds a checkpoint of its device plugins; an empty one will do. Its place is fixed, whatever --root-dir says.
+mkdir -p /var/lib/kubelet/device-plugins
+[ -e /var/lib/kubelet/device-plugins/kubelet_internal_checkpoint ] ||
+  echo '{"Data":{"PodDeviceEntries":null,"RegisteredDevices":{}},"Checksum":0}' >/var/lib/kubelet/device-plugins/kubelet_internal_checkpoint
 for node in $NODES; do
   . "$HERE/node.sh"
 done
+# GPUs for the scheduler: an extended resource in the node's status, as a device plugin would report it. A watch, so
+# that a node that was deleted and registered anew gets them again.
+cat >"$STATE/gpus.sh" <<'GPUS'
+while sleep 0.3; do
+  kubectl get nodes --watch --output='jsonpath={.metadata.name} {.status.allocatable.nvidia\.com/gpu}{"\n"}' |
+    while read -r node gpus; do
+      [ "$gpus" = 8 ] || kubectl patch node "$node" --subresource=status --type=merge \
+        --patch '{"status": {"capacity": {"nvidia.com/gpu": "8"}, "allocatable": {"nvidia.com/gpu": "8"}}}'
+    done
+done
+GPUS
+start node0 gpus bash "$STATE/gpus.sh"
 cat >"$STATE/Corefile" <<COREFILE
 .:53 {
   bind $API
@@ -103,13 +133,11 @@ start node0 coredns coredns -conf "$STATE/Corefile"
 for node in $NODES; do
   await "$node" 300 kubectl get node "$node"
   kubectl wait --for=condition=Ready "node/$node" --timeout=60s >/dev/null
-  # GPUs for the scheduler: an extended resource patched onto the node, as a device plugin would report it.
-  kubectl patch node "$node" --subresource=status --type=json \
-    -p '[{"op": "add", "path": "/status/capacity/nvidia.com~1gpu", "value": "8"}]' >/dev/null
 done
 # What pods mount from this machine, under paths that do not change with versions. Any user may write checkpoints.
 ln -sfn "$ENGINE" "$STATE/shared/engine"
 ln -sfn "$MODELS" "$STATE/shared/models"
 chmod 1777 "$STATE/shared/weights"
 touch "$STATE/complete"
+await "both nodes with their GPUs" 300 healthy
 say "the cluster is up: KUBECONFIG=$KUBECONFIG"

@@ -27,9 +27,9 @@ def find_kubectl() -> Path:
     named = os.environ.get("KUBECTL") or shutil.which("kubectl")
     if named:
         return Path(named)
-    built = sorted(Path.home().glob(".cache/rolloutfleet/bin*/kubectl"))
+    built = sorted(Path.home().glob(".cache/rolloutfleet/kubernetes-*/kubectl"))
     if not built:
-        pytest.fail("no kubectl: not on PATH, none in ~/.cache/rolloutfleet/bin*/; set KUBECTL", pytrace=False)
+        pytest.fail("no kubectl: not on PATH, none in ~/.cache/rolloutfleet/kubernetes-*/; set KUBECTL", pytrace=False)
     return built[-1]
 
 
@@ -40,7 +40,7 @@ def cluster() -> Path:
     if not value:
         pytest.fail(
             "KUBECONFIG is not set: end-to-end tests need a Kubernetes cluster, for example "
-            "KUBECONFIG=/var/lib/rolloutfleet-cluster/admin.kubeconfig after `make cluster`",
+            "KUBECONFIG=/var/lib/rolloutfleet-cluster/admin.kubeconfig after `make up`",
             pytrace=False,
         )
     path = Path(value)
@@ -53,6 +53,30 @@ def cluster() -> Path:
 def kubectl(cluster: Path) -> Kubectl:
     """kubectl as admin of the cluster under test; without a namespace of its own."""
     return Kubectl(binary=find_kubectl(), kubeconfig=cluster)
+
+
+@pytest.fixture(scope="session")
+def operator(kubectl: Kubectl) -> None:
+    """The operator of this checkout, with its CRDs, from the overlay for the local cluster."""
+    manifests = Path(__file__).parents[2] / "manifests/overlays/local"
+    for crd in ("rolloutservers", "servergroups"):
+        kubectl("apply", "--server-side", "--force-conflicts", f"--filename={manifests.parents[2]}/crds/{crd}.yaml")
+        kubectl("wait", "--for=condition=Established", f"crd/{crd}.rolloutfleet.dev", "--timeout=30s")
+    rendered = kubectl("kustomize", str(manifests), "--load-restrictor=LoadRestrictionsNone")
+    kubectl("apply", "--server-side", "--force-conflicts", "--filename=-", stdin=rendered)
+    # Images keep their tag: a pod that runs already may be of an older build.
+    kubectl("--namespace=rolloutfleet-system", "rollout", "restart", "deploy/rolloutfleet-operator")
+    kubectl("--namespace=rolloutfleet-system", "rollout", "status", "deploy/rolloutfleet-operator", "--timeout=120s")
+    eventually(
+        lambda: kubectl(
+            "get",
+            "mutatingwebhookconfiguration",
+            "rolloutfleet",
+            "--output=jsonpath={.webhooks[0].clientConfig.caBundle}",
+        ),
+        60,
+        "the webhook has its certificate",
+    )
 
 
 @pytest.fixture(scope="session")
@@ -90,7 +114,7 @@ def pytest_runtest_makereport(
     report = yield
     if call.when == "call":
         item.stash[FAILED] = report.failed  # type: ignore[attr-defined]
-    return report  # type: ignore[return-value]
+    return report
 
 
 def _print_contents(kubectl: Kubectl) -> None:

@@ -77,7 +77,7 @@ def as_list(*manifests: Manifest) -> str:
 
 def eventually(
     observe: Callable[[], Observed],
-    timeout: float,  # noqa: ASYNC109
+    timeout: float,
     describe: str,
     *,
     accept: Callable[[Observed], bool] = bool,

@@ -11,8 +11,9 @@ import time
 
 import torch
 from reward import reward
-from rolloutfleet.trainer import SampleGroup, connect, prune_checkpoints, save_checkpoint
 from transformers import AutoModelForCausalLM
+
+from rolloutfleet.trainer import SampleGroup, connect, prune_checkpoints, save_checkpoint
 
 CLIP = 0.2
 EPSILON = 1e-6

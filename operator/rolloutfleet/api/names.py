@@ -25,6 +25,7 @@ LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 MANAGED_BY = "rolloutfleet"
 COMPONENT_ENGINE = "engine"
 COMPONENT_ROUTER = "router"
+COMPONENT_TRAINER = "trainer"
 
 ANNOTATION_REVISION = f"{GROUP}/revision"
 """Hash of what the user asked for when an object was built; admission may change the rest without causing drift."""

@@ -1,7 +1,8 @@
 """The vocabulary in which our models say what JSON Schema has no word for: CEL rules, list keys, columns.
 
 Each mark puts its `x-kubernetes-*` extension into pydantic's JSON schema; `crdgen` makes that structural. Specs
-forbid unknown fields when we write them; objects read from the API server may come from a newer version, so reading ignores what it does not know.
+forbid unknown fields when we write them; objects read from the API server may come from a newer version, so reading
+ignores what it does not know.
 """
 
 from __future__ import annotations

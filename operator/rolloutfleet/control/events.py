@@ -27,7 +27,7 @@ def event_manifest(namespace: str, emit: Emit, now: datetime) -> dict[str, Any]:
         "reportingController": CONTROLLER,
         "reportingInstance": os.environ.get("POD_NAME") or socket.gethostname(),
         "regarding": {
-            "apiVersion": API_VERSION,
+            "apiVersion": "v1" if emit.kind == "Pod" else API_VERSION,
             "kind": emit.kind,
             "name": emit.name,
             "namespace": namespace,

@@ -145,6 +145,8 @@ class Executor:
             failures.pop(name, None)
             return
         except (kube.Forbidden, kube.Invalid) as error:
+            if "is being terminated" in error.message:
+                return  # the namespace goes, and everything in it
             # A quota, a missing PriorityClass or ServiceAccount, a template the API server cannot take.
             trouble = Trouble(reason=f"Pod{error.reason or 'Refused'}", message=shorten(error.message))
             if failures.get(name) != trouble:

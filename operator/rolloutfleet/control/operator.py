@@ -17,11 +17,12 @@ from typing import Any
 import httpx
 import kopf
 
-from rolloutfleet.api.names import LABEL_MANAGED_BY, MANAGED_BY
+from rolloutfleet.api.names import COMPONENT_TRAINER, LABEL_COMPONENT, LABEL_MANAGED_BY, MANAGED_BY
 from rolloutfleet.control.executor import Executor
 from rolloutfleet.control.probes import Prober
 from rolloutfleet.control.reconcile import Reconciler
 from rolloutfleet.control.store import FleetKey, FleetStore
+from rolloutfleet.control.trainers import TrainerPods
 from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.engine.sglang import EngineClient
 from rolloutfleet.kube import client as kube
@@ -46,7 +47,7 @@ class Watched:
 WATCHED = (
     Watched(kube.ROLLOUT_SERVER, None),
     Watched(kube.SERVER_GROUP, OURS),
-    Watched(kube.POD, OURS),
+    Watched(kube.POD, LABEL_COMPONENT),
     Watched(kube.DEPLOYMENT, OURS),
     Watched(kube.SERVICE, OURS),
     Watched(kube.ROLE, OURS),
@@ -99,6 +100,7 @@ class Operator:
             store=self.store, executor=self._executor, queue=self.queue, defaults=defaults, clock=now
         )
         self._prober = prober
+        self._trainers = TrainerPods(api=api, store=self.store)
         self._tasks: list[asyncio.Task[None]] = []
         self._listed_at = time.monotonic()
 
@@ -114,6 +116,7 @@ class Operator:
             asyncio.create_task(self._prober.run(), name="prober"),
             asyncio.create_task(self.queue.run(workers=WORKERS, reconcile=self._reconciler), name="queue"),
             asyncio.create_task(self._resync_for_ever(), name="resync"),
+            asyncio.create_task(self._trainers.run(), name="trainers"),
             *(asyncio.create_task(_service(service, self._api), name="service") for service in self._services),
         ]
 
@@ -138,6 +141,9 @@ class Operator:
 
     def saw(self, kind: str, kind_of_event: str | None, body: dict[str, Any]) -> None:
         """A watch event, or an object of kopf's first list (`kind_of_event` None)."""
+        if kind == "Pod" and (body["metadata"].get("labels") or {}).get(LABEL_COMPONENT) == COMPONENT_TRAINER:
+            self._trainers.saw(body, deleted=kind_of_event == "DELETED")
+            return
         key = self.store.remove(kind, body) if kind_of_event == "DELETED" else self.store.upsert(kind, body)
         if key is not None:
             self.queue.add(key)

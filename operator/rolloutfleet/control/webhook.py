@@ -57,7 +57,10 @@ def review(request: Mapping[str, Any], *, agent_image: str, pull_policy: str) ->
             response |= {"allowed": False, "status": {"code": 422, "reason": "Invalid", "message": str(error)}}
         else:
             if injected != pod:
-                patch = [{"op": "replace", "path": "/spec", "value": injected["spec"]}]
+                patch = [
+                    {"op": "add", "path": "/metadata/labels", "value": injected["metadata"]["labels"]},
+                    {"op": "replace", "path": "/spec", "value": injected["spec"]},
+                ]
                 response |= {"patchType": "JSONPatch", "patch": base64.b64encode(json.dumps(patch).encode()).decode()}
     return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response}
 

@@ -12,7 +12,13 @@ from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
-from rolloutfleet.api.names import AGENT_CONTAINER, AGENT_PORT, ANNOTATION_ROLLOUT_SERVERS
+from rolloutfleet.api.names import (
+    AGENT_CONTAINER,
+    AGENT_PORT,
+    ANNOTATION_ROLLOUT_SERVERS,
+    COMPONENT_TRAINER,
+    LABEL_COMPONENT,
+)
 
 TOKEN_VOLUME = "rolloutfleet-agent-token"
 SCRATCH_VOLUME = "rolloutfleet-agent-tmp"
@@ -61,6 +67,9 @@ def inject(pod: Mapping[str, Any], *, agent_image: str, pull_policy: str = "IfNo
         return injected
     _refuse_taken_names(spec)
     agent = _agent(spec, servers, agent_image, pull_policy)
+    # By this label the operator finds trainers, to tell those that name a missing server.
+    labels = injected["metadata"].get("labels") or {}
+    injected["metadata"]["labels"] = {**labels, LABEL_COMPONENT: COMPONENT_TRAINER}
     spec["initContainers"] = [agent, *(spec.get("initContainers") or [])]
     spec["volumes"] = [*(spec.get("volumes") or []), *_volumes()]
     for container in spec.get("containers") or []:

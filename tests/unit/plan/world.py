@@ -330,7 +330,8 @@ class World:
         return set.intersection(*(set(table) for table in self.tables.values())) if self.tables else set()
 
     def group_status(self) -> dict[str, Any]:
-        return self.children["ServerGroup/qwen-main"].get("status", {})
+        status: dict[str, Any] = self.children["ServerGroup/qwen-main"].get("status", {})
+        return status
 
 
 def _stamp(moment: datetime) -> str:

@@ -1,0 +1,59 @@
+# What people run. Everything that is installed goes into $(CACHE), outside of the checkout.
+SHELL := /bin/bash
+CACHE := $(or $(ROLLOUTFLEET_CACHE),$(HOME)/.cache/rolloutfleet)
+export ROLLOUTFLEET_CACHE := $(CACHE)
+DEV := $(CACHE)/dev-$(shell sha256sum tests/requirements.txt | cut -c1-10)
+PYTHON := $(DEV)/bin/python
+CLUSTER := tests/cluster/cluster
+export PYTHONPATH := operator:tests
+export PYTHONDONTWRITEBYTECODE := 1
+
+.PHONY: help quickstart down test lint unit e2e generate format tools dev images up status
+help: ## this list
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+quickstart: tools dev ## from a bare machine to trained steps: cluster, operator, fleet, training
+	@$(PYTHON) docs/examples/quickstart.py
+
+down: ## remove the local cluster and all that belongs to it
+	@bash $(CLUSTER) down
+
+test: tools dev ## all tests: lint, types, layers, unit, end to end on a real cluster
+	@bash tests/run.sh
+
+lint: dev ## ruff, mypy --strict, import-linter
+	@$(DEV)/bin/ruff check operator tests docs && $(DEV)/bin/ruff format --check operator tests docs
+	@$(DEV)/bin/mypy operator tests/unit tests/e2e
+	@$(DEV)/bin/lint-imports
+
+unit: dev ## unit and property tests, no cluster
+	@$(PYTHON) -m pytest tests/unit
+
+e2e: tools dev ## end-to-end tests; uses KUBECONFIG if set, else the local cluster
+	@bash tests/run.sh e2e
+
+generate: dev ## crds/ and the API reference from the models
+	@$(PYTHON) -m rolloutfleet.api.crdgen crds
+	@$(DEV)/bin/ruff format -q operator tests docs
+
+format: dev ## format and fix what can be fixed
+	@$(DEV)/bin/ruff format operator tests docs && $(DEV)/bin/ruff check --fix operator tests docs
+
+tools: ## Debian packages, Kubernetes binaries, uv
+	@bash $(CLUSTER) tools
+
+images: tools ## container images, those that changed
+	@bash $(CLUSTER) images
+
+up: tools images ## the local cluster alone
+	@bash $(CLUSTER) engine-env && bash $(CLUSTER) up
+
+status: ## what runs
+	@bash $(CLUSTER) status
+
+dev: $(DEV)/complete
+$(DEV)/complete: tests/requirements.txt
+	@bash $(CLUSTER) tools
+	@rm -rf $(DEV) && $(CACHE)/uv-0.13.9/bin/uv venv -q --python /usr/bin/python3.11 $(DEV)
+	@VIRTUAL_ENV=$(DEV) $(CACHE)/uv-0.13.9/bin/uv pip install -q -r tests/requirements.txt
+	@touch $@

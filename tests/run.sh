@@ -1,0 +1,32 @@
+# All tests in one go; `e2e` alone runs the end-to-end ones. A cluster that this script started is removed again.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. tests/cluster/common.sh
+what=${1:-all}
+dev=$CACHE/dev-$(sha256sum tests/requirements.txt | cut -c1-10)
+
+if [ "$what" = all ]; then
+  say "lint, types, layers"
+  "$dev/bin/ruff" check -q operator tests docs
+  "$dev/bin/ruff" format -q --check operator tests docs
+  "$dev/bin/mypy" operator tests/unit tests/e2e
+  "$dev/bin/lint-imports" >/dev/null || "$dev/bin/lint-imports"
+  say "unit and property tests"
+  "$dev/bin/python" -m pytest tests/unit
+fi
+
+if [ -n "${KUBECONFIG:-}" ]; then
+  say "end-to-end tests use the cluster of KUBECONFIG=$KUBECONFIG; images and CRDs are expected there"
+else
+  bash tests/cluster/cluster engine-env
+  bash tests/cluster/cluster images
+  [ -f "$STATE/complete" ] || trap 'bash tests/cluster/cluster down' EXIT
+  bash tests/cluster/cluster up
+  export KUBECONFIG=$STATE/admin.kubeconfig
+  bash tests/cluster/cluster load-image "$IMAGES"/{operator,agent,router,engine-cpu,trainer-example}.tar
+  say "trainer library with torch"
+  PYTHONPATH=operator "$ENGINE/bin/python" -m unittest discover -q -s tests/torch -t tests/torch
+fi
+say "end-to-end tests"
+"$dev/bin/python" -m pytest tests/e2e
+say "all tests passed"
