@@ -16,6 +16,7 @@ import pytest
 # Helpers are imported as `e2e.support`, the name under which mypy knows them too.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from e2e.fleets import trainer_pod
 from e2e.support import Kubectl, KubectlError, eventually
 
 NAMESPACE_DELETION_SECONDS = 120.0
@@ -67,15 +68,9 @@ def operator(kubectl: Kubectl) -> None:
     # Images keep their tag: a pod that runs already may be of an older build.
     kubectl("--namespace=rolloutfleet-system", "rollout", "restart", "deploy/rolloutfleet-operator")
     kubectl("--namespace=rolloutfleet-system", "rollout", "status", "deploy/rolloutfleet-operator", "--timeout=120s")
+    probe = trainer_pod("probe", "actor=none", service_account="default")
     eventually(
-        lambda: kubectl(
-            "get",
-            "mutatingwebhookconfiguration",
-            "rolloutfleet",
-            "--output=jsonpath={.webhooks[0].clientConfig.caBundle}",
-        ),
-        60,
-        "the webhook has its certificate",
+        lambda: kubectl.within("default").create(probe, options=("--dry-run=server",)), 60, "the webhook answers"
     )
 
 

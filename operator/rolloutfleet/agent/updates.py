@@ -57,9 +57,9 @@ class Updater:
             return
 
     async def _transaction(self, request: UpdateWeights) -> UpdateResult:
-        self._leadership.require()
         await self._fleet.refresh()
         target, doubtful = self._check(request)
+        self._leadership.require()
         participants = self._participants()
         before = self._fleet.training
         started = time.monotonic()
