@@ -33,7 +33,7 @@ e2e: tools dev ## end-to-end tests; uses KUBECONFIG if set, else the local clust
 	@bash tests/run.sh e2e
 
 generate: dev ## crds/ and the API reference from the models
-	@$(PYTHON) -m rolloutfleet.api.crdgen crds
+	@$(PYTHON) -m rolloutfleet.api.crdgen crds && $(PYTHON) -m rolloutfleet.api.refgen docs/reference/api.md
 	@$(DEV)/bin/ruff format -q operator tests docs
 
 format: dev ## format and fix what can be fixed

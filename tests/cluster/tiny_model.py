@@ -5,8 +5,9 @@ usage: tiny_model.py FOLDER
 
 import sys
 
-import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import torch
 
 config = Qwen2Config(
     vocab_size=512,

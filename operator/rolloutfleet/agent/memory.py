@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 from rolloutfleet.agent.errors import conflict, unavailable
 from rolloutfleet.agent.leadership import Leadership
@@ -34,13 +35,15 @@ class Memory:
 
     async def offload(self, request: MemoryRequest) -> MemoryResult:
         """Pause, wait until idle, release. Tags that are released already are left alone."""
-        async with self._lock:
-            return await asyncio.shield(asyncio.ensure_future(self._offload(request)))
+        return await asyncio.shield(asyncio.ensure_future(self._alone(self._offload(request))))
 
     async def onload(self, request: MemoryRequest) -> MemoryResult:
         """Resume tags; generation continues when all are resident. Tags that are resident are left alone."""
-        async with self._lock:
-            return await asyncio.shield(asyncio.ensure_future(self._onload(request)))
+        return await asyncio.shield(asyncio.ensure_future(self._alone(self._onload(request))))
+
+    async def _alone(self, operation: Coroutine[Any, Any, MemoryResult]) -> MemoryResult:
+        async with self._lock:  # held by the task, not by the caller who may go away
+            return await operation
 
     async def _offload(self, request: MemoryRequest) -> MemoryResult:
         started = time.monotonic()

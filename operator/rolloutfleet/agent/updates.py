@@ -48,8 +48,11 @@ class Updater:
         """Raises AgentError: nothing was paused, or the fleet was resumed and no version was committed."""
         if self._lock.locked():
             raise conflict("UpdateInProgress", f"an update of {self._fleet.name} is running; wait for its answer")
-        async with self._lock:
-            return await asyncio.shield(asyncio.ensure_future(self._transaction(request)))
+        return await asyncio.shield(asyncio.ensure_future(self._alone(request)))
+
+    async def _alone(self, request: UpdateWeights) -> UpdateResult:
+        async with self._lock:  # held by the task, not by the caller who may go away
+            return await self._transaction(request)
 
     async def finish(self) -> None:
         """Wait for a running transaction: at shutdown a fleet must not be left paused."""

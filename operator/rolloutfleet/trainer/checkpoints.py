@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rolloutfleet.engine.checkpoint import CheckpointError, read_checkpoint
+
 if TYPE_CHECKING:
     import torch
 
@@ -36,17 +38,26 @@ def save_checkpoint(
     """Write `folder`/v000001 and return its path; `base` is the served model's folder (config, tokenizer).
 
     Tensors are written as `dtype` (default: each as it is). Names must be the served model's. The folder appears by
-    one rename when all is on disk. Raises NonFiniteWeights naming a tensor, FileExistsError for a version that exists.
+    one rename when all is on disk. Of tied tensors those are written that the base has. Raises NonFiniteWeights naming
+    a tensor, FileExistsError for a version that exists, FileNotFoundError for a base without config.json.
     """
-    import torch
     from safetensors.torch import save_file
 
+    import torch
+
+    if not (Path(base) / "config.json").is_file():
+        raise FileNotFoundError(f"{base}: holds no config.json; base is the folder of the served model")
     state = model.state_dict() if isinstance(model, torch.nn.Module) else dict(model)
+    in_base = _names(Path(base))
+    written: set[int] = set()
     tensors = {}
-    for name, tensor in state.items():
+    for name, tensor in sorted(state.items(), key=lambda item: item[0] not in in_base):
+        if tensor.data_ptr() in written and name not in in_base:
+            continue  # tied to one that is written
+        written.add(tensor.data_ptr())
         if not torch.isfinite(tensor).all():
             raise NonFiniteWeights(f"{name}: not finite in version {version}; nothing was written")
-        tensors[name] = tensor.detach().to(device="cpu", dtype=dtype or tensor.dtype).contiguous()
+        tensors[name] = tensor.detach().to(device="cpu", dtype=dtype or tensor.dtype).clone().contiguous()
 
     target = Path(folder) / folder_name(version)
     if target.exists():
@@ -86,6 +97,13 @@ def prune_checkpoints(folder: str | os.PathLike[str], *, keep: int) -> list[Path
     for path in old:
         shutil.rmtree(path, ignore_errors=True)
     return old
+
+
+def _names(base: Path) -> frozenset[str]:
+    try:
+        return frozenset(read_checkpoint(base).shapes)
+    except CheckpointError:
+        return frozenset()  # other formats: nothing to compare with
 
 
 def _sync(path: Path) -> None:

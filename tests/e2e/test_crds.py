@@ -1,0 +1,101 @@
+"""What the schema can refuse is refused at apply, by the real API server, with the field and what would be right."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e.fleets import rollout_server
+from e2e.support import Kubectl, KubectlError
+
+CRDS = Path(__file__).parents[2] / "crds"
+
+
+def server(name: str = "base", **changes: Any) -> dict[str, Any]:
+    """A server of zero engines, with `groups[0]`, `engine`, `router` or spec fields changed."""
+    manifest = copy.deepcopy(rollout_server(name, replicas=0))
+    group = manifest["spec"]["groups"][0]
+    group["engine"] |= changes.pop("engine", {})
+    group |= changes.pop("group", {})
+    manifest["spec"] |= changes
+    return manifest
+
+
+TWO_OF_ONE_NAME = [{"name": "main", "engine": {"image": "i"}}] * 2
+REFUSED = [
+    (server(group={"replicas": -1}), r"groups\[0\].replicas.*greater than or equal to 0"),
+    (server(group={"role": "Judge"}), r'groups\[0\].role.*supported values: "Regular"'),
+    (server(group={"name": "Main"}), r"groups\[0\].name"),
+    (server(engine={"tensorParallel": 3, "nodes": 2}), "engine.nodes.*must be divisible by nodes"),
+    (server(engine={"tensorParallel": 2, "nodes": 2}), "engine.nodes.*not supported by this version"),
+    (server(engine={"tensorParallel": 0}), "tensorParallel.*greater than or equal to 1"),
+    (server(engine={"args": {"port": "1"}}), "engine.args.*set by the operator"),
+    (server(engine={"args": {"served-mod": "x"}}), "engine.args.*abbreviations are set by the operator"),
+    (server(engine={"args": {"tp": "2"}}), "engine.args.*tensorParallel"),
+    (server(engine={"args": {"--device": "cpu"}}), "engine.args.*without the leading dashes"),
+    (server(engine={"args": {"max-total-tokens": 8192}}), 'max-total-tokens.*must be of type string: "integer"'),
+    (server(engine={"args": {"enable-metrics": True}}), 'enable-metrics.*must be of type string: "boolean"'),
+    (server(groups=TWO_OF_ONE_NAME), r"groups\[1\].*Duplicate value|duplicate entries for key"),
+    (server(groups=[]), "groups.*should have at least 1 items"),
+    (server("x" * 40), r"spec.groups\[\].name.*at most 43 characters"),
+    (server("1base"), "metadata.name.*beginning with a letter"),
+    (server("a.b"), "metadata.name.*beginning with a letter"),
+    (server(router={"policy": "fastest"}), "router.policy.*supported values"),
+    (server(router={"args": {"worker-urls": "x"}}), "router.args.*set by the operator"),
+    (server(group={"recovery": {"backoff": {"initialSeconds": 9, "maxSeconds": 3}}}), "initialSeconds.*not be greater"),
+    (server(modle={"path": "/m"}), "modle"),
+]
+
+
+@pytest.fixture(scope="module")
+def api(kubectl: Kubectl, operator: None) -> Kubectl:
+    return kubectl.within("default")
+
+
+@pytest.mark.parametrize(("manifest", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
+def test_a_bad_spec_is_refused_with_its_field(api: Kubectl, manifest: dict[str, Any], message: str) -> None:
+    with pytest.raises(KubectlError, match=f"(?s){message}"):
+        api.create(manifest, options=("--dry-run=server",))
+
+
+def test_a_null_argument_never_becomes_the_word_none(api: Kubectl) -> None:
+    manifest = server(engine={"args": {"mem-fraction-static": None, "device": "cpu"}})
+    created = api.create(manifest, options=("--dry-run=server", "--output=json"))
+    assert "None" not in created
+    assert '"mem-fraction-static"' not in created
+
+
+def test_defaults_are_there_and_a_second_apply_changes_nothing(
+    kubectl: Kubectl, operator: None, namespace: str
+) -> None:
+    inside = kubectl.within(namespace)
+    manifest = server()
+    inside.apply(manifest)
+    stored = inside.json("get", "ros", "base")
+    assert stored["spec"]["router"] == {"replicas": 1, "policy": "cache_aware", "args": {}}
+    assert stored["spec"]["updateWeights"] is True
+    inside.apply(manifest)
+    assert inside.json("get", "ros", "base")["metadata"]["generation"] == stored["metadata"]["generation"]
+
+
+def test_the_crds_can_be_applied_by_the_client_and_replaced(kubectl: Kubectl, operator: None) -> None:
+    for name in ("rolloutservers", "servergroups"):
+        path = str(CRDS / f"{name}.yaml")
+        kubectl("apply", f"--filename={path}")
+        kubectl("apply", f"--filename={path}")
+        kubectl("replace", f"--filename={path}")
+    assert "group of equal engines" in kubectl("explain", "ros.spec.groups").lower()
+
+
+def test_everything_of_the_category_is_listed_by_its_name(kubectl: Kubectl, operator: None) -> None:
+    assert "rolloutservers" in kubectl("api-resources", "--categories=rollout")
+    assert "servergroups" in kubectl("api-resources", "--categories=rollout")
+
+
+@pytest.mark.parametrize("sample", ["cpu.yaml", "gpu.yaml"])
+def test_every_sample_is_accepted(api: Kubectl, sample: str) -> None:
+    path = CRDS.parent / "manifests/samples" / sample
+    api("apply", "--server-side", "--dry-run=server", "--validate=strict", f"--filename={path}")

@@ -1,0 +1,87 @@
+"""save_checkpoint with real torch: run by tests/run.sh in the engine's environment, which has torch and no pytest."""
+
+from __future__ import annotations
+
+import tempfile
+import unittest
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+import torch
+from rolloutfleet.engine.checkpoint import CheckpointError, differences, read_checkpoint
+from rolloutfleet.trainer import NonFiniteWeights, prune_checkpoints, save_checkpoint
+
+
+class Checkpoints(unittest.TestCase):
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name)
+        self.base = self.root / "base"
+        self.base.mkdir()
+        (self.base / "config.json").write_text("{}")
+        (self.base / "model.safetensors.index.json").write_text("{}")
+        self.state = {"a.weight": torch.ones(2, 3), "b.weight": torch.zeros(4)}
+        self.weights = self.root / "weights"
+        self.weights.mkdir()
+
+    def test_a_saved_version_is_complete_readable_by_others_and_in_the_asked_type(self) -> None:
+        path = save_checkpoint(self.state, self.weights, version=3, base=self.base, dtype=torch.bfloat16)
+        self.assertEqual(path, self.weights / "v000003")
+        self.assertEqual(load_file(path / "model.safetensors")["a.weight"].dtype, torch.bfloat16)
+        self.assertEqual(read_checkpoint(path).shapes, {"a.weight": (2, 3), "b.weight": (4,)})
+        self.assertTrue((path / "config.json").exists())
+        self.assertFalse((path / "model.safetensors.index.json").exists(), "an index of other shards")
+        self.assertEqual((path / "model.safetensors").stat().st_mode & 0o777, 0o644)
+
+    def test_weights_that_are_no_numbers_are_refused_by_name_and_leave_nothing(self) -> None:
+        for poison in (float("nan"), float("inf")):
+            state = {**self.state, "b.weight": torch.tensor([1.0, poison])}
+            with self.assertRaisesRegex(NonFiniteWeights, r"b\.weight"):
+                save_checkpoint(state, self.weights, version=1, base=self.base)
+        self.assertEqual(list(self.weights.iterdir()), [])
+
+    def test_a_version_is_never_rewritten(self) -> None:
+        path = save_checkpoint(self.state, self.weights, version=1, base=self.base)
+        before = (path / "model.safetensors").stat().st_ino
+        with self.assertRaisesRegex(FileExistsError, "v000001"):
+            save_checkpoint(self.state, self.weights, version=1, base=self.base)
+        self.assertEqual((path / "model.safetensors").stat().st_ino, before)
+
+    def test_a_write_that_fails_leaves_no_folder_that_an_engine_could_take(self) -> None:
+        broken = {"a.weight": torch.ones(2), 7: torch.ones(2)}  # safetensors refuses the name while writing
+        with self.assertRaises(Exception):  # noqa: B017
+            save_checkpoint(broken, self.weights, version=1, base=self.base)  # type: ignore[arg-type]
+        with self.assertRaisesRegex(FileNotFoundError, "config.json"):
+            save_checkpoint(self.state, self.weights, version=1, base=self.root / "none")
+        self.assertEqual(list(self.weights.iterdir()), [])
+
+    def test_of_tied_tensors_those_are_written_that_the_base_has(self) -> None:
+        save_file({"embed.weight": torch.ones(2, 2)}, self.base / "model.safetensors")
+        (self.base / "model.safetensors.index.json").unlink()
+        tied = torch.ones(2, 2)
+        path = save_checkpoint({"head.weight": tied, "embed.weight": tied}, self.weights, version=1, base=self.base)
+        self.assertEqual(list(load_file(path / "model.safetensors")), ["embed.weight"])
+
+    def test_pruning_keeps_the_newest_and_refuses_to_keep_less_than_two(self) -> None:
+        for version in (1, 2, 10):
+            save_checkpoint(self.state, self.weights, version=version, base=self.base)
+        prune_checkpoints(self.weights, keep=2)
+        self.assertEqual(sorted(path.name for path in self.weights.iterdir()), ["v000002", "v000010"])
+        with self.assertRaisesRegex(ValueError, "keep"):
+            prune_checkpoints(self.weights, keep=1)
+
+    def test_a_truncated_file_and_other_shapes_are_seen_in_the_headers(self) -> None:
+        good = read_checkpoint(save_checkpoint(self.state, self.weights, version=1, base=self.base))
+        other = {"a.weight": torch.ones(3, 2), "c.weight": torch.zeros(4)}
+        found = differences(good, read_checkpoint(save_checkpoint(other, self.weights, version=2, base=self.base)))
+        self.assertEqual(len(found), 3)
+        file = self.weights / "v000002" / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-8])
+        with self.assertRaisesRegex(CheckpointError, "model.safetensors"):
+            read_checkpoint(self.weights / "v000002")
+
+
+if __name__ == "__main__":
+    unittest.main()
