@@ -25,7 +25,7 @@ else
   export KUBECONFIG=$STATE/admin.kubeconfig
   bash tests/cluster/cluster load-image "$IMAGES"/{operator,agent,router,engine-cpu,trainer-example}.tar
   say "trainer library with torch"
-  PYTHONPATH=operator "$ENGINE/bin/python" -m unittest discover -q -s tests/torch -t tests/torch
+  PYTHONPATH=operator "$ENGINE/bin/python" -m unittest discover -q -s tests/with_torch -t tests/with_torch
 fi
 say "end-to-end tests"
 "$dev/bin/python" -m pytest tests/e2e

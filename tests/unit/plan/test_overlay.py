@@ -101,8 +101,8 @@ def test_the_order_of_keys_in_a_template_makes_no_new_revision() -> None:
 
 
 def test_merging_changes_neither_side() -> None:
-    base = {"spec": {"containers": [{"name": "a", "env": [{"name": "X", "value": "1"}]}]}}
-    overlay = {"spec": {"containers": [{"name": "a", "env": [{"name": "X", "value": "2"}]}]}}
+    base: dict[str, Any] = {"spec": {"containers": [{"name": "a", "env": [{"name": "X", "value": "1"}]}]}}
+    overlay: dict[str, Any] = {"spec": {"containers": [{"name": "a", "env": [{"name": "X", "value": "2"}]}]}}
     merged = merge(base, overlay)
     merged["spec"]["containers"][0]["env"][0]["value"] = "3"
     assert base["spec"]["containers"][0]["env"][0]["value"] == "1"
