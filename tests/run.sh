@@ -20,7 +20,9 @@ if [ -n "${KUBECONFIG:-}" ]; then
 else
   bash tests/cluster/cluster engine-env
   bash tests/cluster/cluster images
-  [ -f "$STATE/complete" ] || trap 'bash tests/cluster/cluster down' EXIT
+  # A cluster that runs already is somebody's: it stays.
+  kubectl --kubeconfig="$STATE/admin.kubeconfig" get nodes --request-timeout=5s >/dev/null 2>&1 ||
+    trap 'bash tests/cluster/cluster down' EXIT
   bash tests/cluster/cluster up
   export KUBECONFIG=$STATE/admin.kubeconfig
   bash tests/cluster/cluster load-image "$IMAGES"/{operator,agent,router,engine-cpu,trainer-example}.tar

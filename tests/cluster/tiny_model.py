@@ -5,9 +5,8 @@ usage: tiny_model.py FOLDER
 
 import sys
 
-from transformers import Qwen2Config, Qwen2ForCausalLM
-
 import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 config = Qwen2Config(
     vocab_size=512,

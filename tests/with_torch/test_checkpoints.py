@@ -6,9 +6,9 @@ import tempfile
 import unittest
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 
-import torch
 from rolloutfleet.engine.checkpoint import CheckpointError, differences, read_checkpoint
 from rolloutfleet.trainer import NonFiniteWeights, prune_checkpoints, save_checkpoint
 

@@ -9,10 +9,10 @@ import json
 import random
 import time
 
+import torch
 from reward import reward
 from transformers import AutoModelForCausalLM
 
-import torch
 from rolloutfleet.trainer import SampleGroup, connect, prune_checkpoints, save_checkpoint
 
 CLIP = 0.2

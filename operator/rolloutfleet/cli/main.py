@@ -12,15 +12,13 @@ import yaml
 
 from rolloutfleet.plan.injection import InjectionError, inject
 
-DEFAULT_AGENT_IMAGE = "ghcr.io/rolloutfleet/agent:0.1.0"
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="rolloutfleet", description="Rollout fleets of SGLang engines on Kubernetes.")
     verbs = parser.add_subparsers(dest="verb", required=True)
     injecting = verbs.add_parser("inject", help="print manifests with the agent in annotated pods")
     injecting.add_argument("-f", "--filename", required=True, help="manifests as YAML or JSON; - for standard input")
-    injecting.add_argument("--agent-image", default=DEFAULT_AGENT_IMAGE)
+    injecting.add_argument("--agent-image", required=True, help="the image that the operator was installed with")
     options = parser.parse_args(arguments)
     try:
         text = sys.stdin.read() if options.filename == "-" else Path(options.filename).read_text()

@@ -36,7 +36,7 @@ from rolloutfleet.plan.actions import (
     SetGate,
     Verify,
 )
-from rolloutfleet.plan.failures import Trouble, shorten
+from rolloutfleet.plan.failures import refusal, shorten
 from rolloutfleet.plan.observed import EngineProbe
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class Executor:
             if "is being terminated" in error.message:
                 return  # the namespace goes, and everything in it
             # A quota, a missing PriorityClass or ServiceAccount, a template the API server cannot take.
-            trouble = Trouble(reason=f"Pod{error.reason or 'Refused'}", message=shorten(error.message))
+            trouble = refusal(error.reason, error.message)
             if failures.get(name) != trouble:
                 failures[name] = trouble
                 self._enqueue(key)

@@ -55,6 +55,22 @@ def pod_trouble(pod: Mapping[str, Any]) -> Trouble | None:
     return None
 
 
+_REFUSALS = (
+    ("no PriorityClass", "PriorityClassNotFound"),
+    ("service account", "ServiceAccountNotFound"),
+    ("exceeded quota", "QuotaExceeded"),
+    ("violates PodSecurity", "PodSecurityViolation"),
+)
+
+
+def refusal(reason: str, message: str) -> Trouble:
+    """Why the API server takes no pod: its own reason says only Forbidden or Invalid, its message names the cause."""
+    for words, cause in _REFUSALS:
+        if words in message:
+            return Trouble(cause, shorten(message))
+    return Trouble(f"Pod{reason or 'Refused'}", shorten(message))
+
+
 def _ended(status: Mapping[str, Any]) -> Trouble:
     if status.get("reason"):  # Evicted, NodeLost, Preempting, UnexpectedAdmissionError, ...
         return Trouble(status["reason"], shorten(status.get("message") or ""), ended=True)

@@ -39,7 +39,9 @@ def training_of(fleet: Fleet, now: datetime) -> Training:
     alive = fleet.lease.alive(now)
     deadline = parse_time(weights.deadline) if weights else None
     updating = weights is not None and weights.phase == WeightsPhase.UPDATING
-    update_held = updating and alive and (deadline is None or now < deadline)
+    # An update dies with its leader: the next one has another fencing number and holds nothing by it.
+    ours = fleet.lease.fence == status.fence
+    update_held = updating and alive and ours and (deadline is None or now < deadline)
     memory_held = frozenset(memory.engines) if memory is not None and memory.phase != "Resident" else frozenset()
     ends = [end for end in (fleet.lease.expires_at, deadline if updating else None) if end is not None]
     held = update_held or (bool(memory_held) and alive)

@@ -41,9 +41,8 @@ def save_checkpoint(
     one rename when all is on disk. Of tied tensors those are written that the base has. Raises NonFiniteWeights naming
     a tensor, FileExistsError for a version that exists, FileNotFoundError for a base without config.json.
     """
-    from safetensors.torch import save_file
-
     import torch
+    from safetensors.torch import save_file
 
     if not (Path(base) / "config.json").is_file():
         raise FileNotFoundError(f"{base}: holds no config.json; base is the folder of the served model")

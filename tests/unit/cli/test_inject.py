@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rolloutfleet.api.names import AGENT_CONTAINER
-from rolloutfleet.cli.main import DEFAULT_AGENT_IMAGE, inject_manifest, main
+from rolloutfleet.cli.main import inject_manifest, main
 
 TRAINERS = """\
 apiVersion: batch/v1
@@ -68,13 +68,11 @@ def test_jobs_and_pods_of_a_file_get_the_agent_and_other_documents_stay(
     assert (job["metadata"], job["spec"]["backoffLimit"]) == (given_job["metadata"], 0)
 
 
-def test_standard_input_is_read_and_the_default_image_is_used(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_standard_input_is_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(TRAINERS))
-    assert main(["inject", "-f", "-"]) == 0
+    assert main(["inject", "-f", "-", "--agent-image", "registry/agent:7"]) == 0
     job, *_ = yaml.safe_load_all(capsys.readouterr().out)
-    assert job["spec"]["template"]["spec"]["initContainers"][0]["image"] == DEFAULT_AGENT_IMAGE
+    assert job["spec"]["template"]["spec"]["initContainers"][0]["image"] == "registry/agent:7"
 
 
 def test_what_was_printed_can_be_fed_in_again_without_a_change(
@@ -82,10 +80,10 @@ def test_what_was_printed_can_be_fed_in_again_without_a_change(
 ) -> None:
     path = tmp_path / "trainers.yaml"
     path.write_text(TRAINERS)
-    main(["inject", "-f", str(path)])
+    main(["inject", "-f", str(path), "--agent-image", "registry/agent:7"])
     once = capsys.readouterr().out
     path.write_text(once)
-    main(["inject", "-f", str(path)])
+    main(["inject", "-f", str(path), "--agent-image", "registry/agent:7"])
     assert capsys.readouterr().out == once
 
 
@@ -121,7 +119,7 @@ def test_a_bad_file_prints_nothing_but_why_and_ends_with_2(
 ) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
-    assert main(["inject", "-f", str(path)]) == 2
+    assert main(["inject", "-f", str(path), "--agent-image", "registry/agent:7"]) == 2
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.startswith("rolloutfleet inject: ")
@@ -129,5 +127,12 @@ def test_a_bad_file_prints_nothing_but_why_and_ends_with_2(
 
 
 def test_a_missing_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inject", "-f", str(tmp_path / "absent.yaml")]) == 2
+    assert main(["inject", "-f", str(tmp_path / "absent.yaml"), "--agent-image", "a"]) == 2
     assert "absent.yaml" in capsys.readouterr().err
+
+
+def test_the_agents_image_is_never_guessed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["inject", "-f", str(tmp_path / "trainers.yaml")])
+    assert ended.value.code == 2
+    assert "--agent-image" in capsys.readouterr().err

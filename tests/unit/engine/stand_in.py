@@ -25,6 +25,10 @@ Answer = tuple[int, Any]
 Answering = Callable[[Asked], Awaitable[Answer]]
 
 
+class HangUp(Exception):
+    """Raised in place of an answer: the connection breaks."""
+
+
 class StandIn:
     def __init__(self, answering: Answering) -> None:
         self._answering = answering
@@ -56,7 +60,12 @@ class StandIn:
         text = await request.text()
         asked = Asked(request.method, request.path_qs, json.loads(text) if text else None, dict(request.headers))
         self.asked.append(asked)
-        status, body = await self._answering(asked)
+        try:
+            status, body = await self._answering(asked)
+        except HangUp:
+            if request.transport is not None:
+                request.transport.close()
+            status, body = 500, "nobody hears this"
         if isinstance(body, str):
             return web.Response(status=status, text=body)
         return web.json_response(body, status=status)

@@ -84,7 +84,7 @@ def ask(
     return asyncio.run(scenario())
 
 
-@pytest.fixture()
+@pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The client's pauses take no time and are written down."""
     taken: list[float] = []

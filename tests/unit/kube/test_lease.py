@@ -60,9 +60,7 @@ class Clock:
 
 
 def contender(leases: Leases, clock: Clock, identity: str = "pod-a", name: str = "qwen-trainer") -> LeaseHolder:
-    return LeaseHolder(
-        api=cast(KubeApi, leases), namespace="rl", name=name, identity=identity, monotonic=clock
-    )
+    return LeaseHolder(api=cast(KubeApi, leases), namespace="rl", name=name, identity=identity, monotonic=clock)
 
 
 def test_an_empty_lease_is_taken_at_once_and_numbered() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from rolloutfleet.kube import queue as queue_module
 from rolloutfleet.kube.queue import FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS, WorkQueue
 
 LIMIT = 5.0
@@ -209,10 +208,10 @@ class Moment:
         return self.now
 
 
-@pytest.fixture()
+@pytest.fixture
 def timers(monkeypatch: pytest.MonkeyPatch) -> Timers:
     timers = Timers()
-    monkeypatch.setattr(queue_module.asyncio, "get_running_loop", lambda: timers)
+    monkeypatch.setattr(asyncio, "get_running_loop", lambda: timers)
     return timers
 
 

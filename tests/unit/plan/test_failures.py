@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rolloutfleet.plan.failures import MESSAGE_LIMIT, cause_in_log, pod_trouble
+from rolloutfleet.plan.failures import MESSAGE_LIMIT, cause_in_log, pod_trouble, refusal
 
 
 def pod(phase: str = "Pending", **status: Any) -> dict[str, Any]:
@@ -73,3 +73,17 @@ def test_a_log_without_exception_gives_its_last_line_and_messages_stay_short() -
     trouble = pod_trouble(pod("Failed", containerStatuses=terminated(exitCode=1, message="ValueError: " + "x" * 9000)))
     assert trouble is not None
     assert len(trouble.message) <= MESSAGE_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ('pods "p" is forbidden: no PriorityClass with name none was found', "PriorityClassNotFound"),
+        ('pods "p" is forbidden: error looking up service account ns/none', "ServiceAccountNotFound"),
+        ('pods "p" is forbidden: exceeded quota: gpus', "QuotaExceeded"),
+        ('pods "p" is forbidden: violates PodSecurity "restricted:latest"', "PodSecurityViolation"),
+        ('pods "p" is forbidden: something else', "PodForbidden"),
+    ],
+)
+def test_a_refusal_of_the_api_server_is_told_by_its_cause(message: str, reason: str) -> None:
+    assert refusal("Forbidden", message).reason == reason

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolloutfleet.plan.actions import Action, CatchUp, CreatePod, Register, Requeue, Verify
+from rolloutfleet.plan.observed import LeaseView
 from unit.plan.world import World, rollout_server
 
 
@@ -162,6 +163,17 @@ def test_when_the_trainer_dies_in_an_update_the_fleet_is_restored_and_resumed() 
     assert set(world.weights.values()) == {("1", "sum-1")}
     assert len(world.listed()) == 3
     assert not world.paused
+
+
+def test_an_update_of_a_dead_leader_is_not_held_by_the_next_one() -> None:
+    world = serving_world(replicas=2)
+    world.begin_update(1)
+    world.settle(patient=False)
+    assert world.paused
+    world.lease = LeaseView(holder="other", fence=2, expires_at=world.now + timedelta(hours=1))
+    world.settle(patient=False)
+    assert not world.paused
+    assert {e["phase"] for e in world.group_status()["engines"]} == {"Serving"}
 
 
 def test_engines_that_die_at_start_wait_longer_each_time_and_heal_when_the_spec_is_corrected() -> None:

@@ -1,0 +1,267 @@
+"""Memory is released and resumed once, whatever is asked for twice: SGLang's scheduler dies of the second call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolloutfleet.agent.errors import AgentError
+from rolloutfleet.agent.memory import RESUME_ORDER
+from rolloutfleet.api.agent import MemoryRequest
+from unit.agent.world import World, fleet_on_loopback
+
+Story = Callable[[World], Awaitable[None]]
+EVERYTHING = list(RESUME_ORDER)
+
+
+def play(tmp_path: Path, story: Story, *, engines: int = 2) -> None:
+    async def scenario() -> None:
+        async with fleet_on_loopback(tmp_path, engines) as world:
+            await story(world)
+
+    asyncio.run(scenario())
+
+
+def of(*tags: str) -> MemoryRequest:
+    return MemoryRequest.model_validate({"tags": list(tags)}) if tags else MemoryRequest()
+
+
+async def refused(call: Awaitable[Any]) -> AgentError:
+    with pytest.raises(AgentError) as refusal:
+        await call
+    return refusal.value
+
+
+def recorded(world: World) -> tuple[str, list[str], list[str]]:
+    memory = world.training.memory
+    assert memory is not None
+    return memory.phase, list(memory.tags), list(memory.engines)
+
+
+def test_offload_aborts_what_runs_waits_for_idleness_and_releases_everything(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        result = await world.memory.offload(of())
+        pods = [engine.pod for engine in world.engines]
+        assert (result.released, result.engines, result.failed) == (EVERYTHING, pods, {})
+        for engine in world.engines:
+            assert engine.asked == ["pause_generation", "flush_cache", "release_memory_occupation"]
+            assert engine.stand_in.asked[0].body == {"mode": "abort"}
+            assert engine.stand_in.asked[1].path == "/flush_cache?timeout=120"
+            assert engine.released == set(EVERYTHING)
+        assert recorded(world) == ("Released", EVERYTHING, pods)
+
+    play(tmp_path, story)
+
+
+def test_the_intent_is_recorded_before_the_first_call(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        seen: list[str] = []
+
+        async def look() -> None:
+            seen.append(recorded(world)[0])
+
+        world.engines[0].before = {"pause_generation": look, "resume_memory_occupation": look}
+        await world.memory.offload(of())
+        await world.memory.onload(of())
+        assert seen == ["Releasing", "Resuming"]
+
+    play(tmp_path, story)
+
+
+def test_a_second_offload_asks_no_engine_and_tells_the_same(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        first = await world.memory.offload(of())
+        asked = [list(engine.asked) for engine in world.engines]
+        second = await world.memory.offload(of("weights"))
+        assert [engine.asked for engine in world.engines] == asked
+        assert (second.released, second.engines) == (first.released, first.engines)
+        assert not any(engine.dead for engine in world.engines)
+
+    play(tmp_path, story)
+
+
+def test_two_offloads_at_once_release_once(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        await asyncio.gather(world.memory.offload(of()), world.memory.offload(of()))
+        assert [engine.asked.count("release_memory_occupation") for engine in world.engines] == [1, 1]
+
+    play(tmp_path, story)
+
+
+def test_an_agent_that_starts_anew_does_not_release_again(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        await world.memory.offload(of())
+        world.restart_agent()
+        await world.leadership.lease.acquire()
+        assert (await world.memory.offload(of())).released == EVERYTHING
+        assert not any(engine.dead for engine in world.engines)
+        await world.memory.onload(of())
+        assert [engine.released for engine in world.engines] == [set(), set()]
+
+    play(tmp_path, story)
+
+
+def test_tags_are_released_one_after_the_other_without_a_second_pause(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        await world.memory.offload(of("kv_cache"))
+        result = await world.memory.offload(of("weights", "kv_cache"))
+        assert result.released == ["weights", "kv_cache"]
+        engine = world.engines[0]
+        assert engine.asked.count("pause_generation") == 1
+        assert [a.body for a in engine.stand_in.asked if "release" in a.path] == [
+            {"tags": ["kv_cache"]},
+            {"tags": ["weights"]},
+        ]
+
+    play(tmp_path, story)
+
+
+def test_onload_resumes_weights_before_the_cache_and_continues_with_the_last_tag(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        await world.memory.offload(of())
+        partly = await world.memory.onload(of("weights"))
+        assert partly.released == ["kv_cache", "cuda_graph"]
+        assert all(engine.paused for engine in world.engines), "nothing can be generated without a cache"
+        assert recorded(world)[0] == "Released"
+        whole = await world.memory.onload(of("cuda_graph", "kv_cache"))
+        assert whole.released == []
+        assert [engine.paused for engine in world.engines] == [False, False]
+        resumed = [a.body for a in world.engines[0].stand_in.asked if "resume" in a.path]
+        assert resumed == [{"tags": ["weights"]}, {"tags": ["kv_cache", "cuda_graph"]}]
+        assert recorded(world) == ("Resident", [], [])
+
+    play(tmp_path, story)
+
+
+def test_onload_of_what_is_resident_asks_no_engine(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        assert (await world.memory.onload(of())).released == []
+        assert world.untouched
+        await world.memory.offload(of("kv_cache"))
+        asked = [list(engine.asked) for engine in world.engines]
+        assert (await world.memory.onload(of("weights"))).released == ["kv_cache"]
+        assert [engine.asked for engine in world.engines] == asked
+
+    play(tmp_path, story)
+
+
+def test_after_a_round_memory_can_be_released_again(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        for _ in range(2):
+            await world.memory.offload(of())
+            await world.memory.onload(of())
+        assert not any(engine.dead for engine in world.engines)
+        assert [engine.asked.count("release_memory_occupation") for engine in world.engines] == [2, 2]
+
+    play(tmp_path, story)
+
+
+def test_an_engine_that_fails_falls_out_alone_and_is_not_resumed(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        broken, whole = world.engines
+        broken.breaks_at = "release_memory_occupation"
+        result = await world.memory.offload(of())
+        assert list(result.failed) == [broken.pod]
+        assert result.engines == [whole.pod]
+        assert recorded(world)[2] == [whole.pod]
+        await world.memory.onload(of())
+        assert "resume_memory_occupation" not in broken.asked
+        assert (whole.released, whole.paused, whole.dead) == (set(), False, False)
+
+    play(tmp_path, story)
+
+
+def test_an_engine_that_is_not_idle_in_time_is_not_released(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        world.engines[0].refuses["flush_cache"] = (400, {"error": "not idle"})
+        result = await world.memory.offload(of())
+        assert "not idle" in result.failed[world.engines[0].pod]
+        assert "release_memory_occupation" not in world.engines[0].asked
+
+    play(tmp_path, story)
+
+
+def test_a_later_life_of_an_engine_has_released_nothing_and_is_not_resumed(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        await world.memory.offload(of())
+        world.change_engine(0, pod="qwen-main-0-e2-r0")
+        world.engines[0].released = set()
+        result = await world.memory.onload(of())
+        assert "resume_memory_occupation" not in world.engines[0].asked
+        assert world.engines[1].released == set()
+        assert result.failed == {}
+
+    play(tmp_path, story)
+
+
+def test_engines_that_do_not_serve_are_left_alone(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        world.change_engine(0, phase="Stale")
+        assert (await world.memory.offload(of())).engines == [world.engines[1].pod]
+        assert world.engines[0].asked == []
+
+    play(tmp_path, story)
+
+
+def test_without_a_serving_engine_there_is_nothing_to_release(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        world.change_engine(0, phase="Failed")
+        assert (await refused(world.memory.offload(of()))).code == "NoEngines"
+        assert world.untouched
+
+    play(tmp_path, story, engines=1)
+
+
+def test_a_group_without_the_memory_saver_is_refused_by_name(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        world.change_server(groups=[{"name": "main", "engine": {"image": "engine:1"}}])
+        error = await refused(world.memory.offload(of()))
+        assert (error.code, error.status) == ("OffloadNotEnabled", 409)
+        assert "spec.groups[main].offload" in error.message
+        assert world.untouched
+
+    play(tmp_path, story)
+
+
+def test_an_agent_that_does_not_lead_touches_nothing(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        world.lose_the_lease()
+        assert (await refused(world.memory.offload(of()))).code == "NotLeading"
+        assert (await refused(world.memory.onload(of()))).code == "NotLeading"
+        assert world.untouched
+
+    play(tmp_path, story)
+
+
+def test_a_caller_that_goes_away_does_not_leave_the_intent_unfulfilled(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        paused, gate = asyncio.Event(), asyncio.Event()
+        finished = asyncio.Event()
+
+        async def wait() -> None:
+            paused.set()
+            await gate.wait()
+
+        world.engines[0].before["pause_generation"] = wait
+        write = world.leadership.write
+
+        async def written(training: Any) -> None:
+            await write(training)
+            if training.memory.phase == "Released":
+                finished.set()
+
+        world.leadership.write = written  # type: ignore[method-assign]
+        caller = asyncio.create_task(world.memory.offload(of()))
+        await paused.wait()
+        caller.cancel()
+        await asyncio.gather(caller, return_exceptions=True)
+        gate.set()
+        await finished.wait()
+        assert recorded(world) == ("Released", EVERYTHING, [engine.pod for engine in world.engines])
+        assert [engine.released for engine in world.engines] == [set(EVERYTHING)] * 2
+
+    play(tmp_path, story)

@@ -1,0 +1,421 @@
+"""Samples come back in order, once, from weights that were committed; a bad prompt costs its own samples only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rolloutfleet.agent import sampling
+from rolloutfleet.agent.errors import AgentError
+from rolloutfleet.agent.sampling import CONCURRENCY_PER_ENGINE, Sampler, sample_of
+from rolloutfleet.api.agent import Generate, SamplingParams, VersionSpan
+from rolloutfleet.engine.errors import EngineUnreachable
+from rolloutfleet.engine.router import RouterClient
+from unit.agent.world import World, fleet_on_loopback
+from unit.engine.stand_in import Answer, Answering, Asked, HangUp, StandIn
+
+
+def answer(tokens: list[int], *, version: str = "0", kind: str = "length", **meta: Any) -> dict[str, Any]:
+    """As SGLang answers /generate with return_logprob."""
+    return {
+        "text": "",
+        "meta_info": {
+            "finish_reason": {"type": kind, **meta.pop("finish", {})},
+            "output_token_logprobs": [[-0.5 * token, token, None] for token in tokens],
+            "weight_version": version,
+            **meta,
+        },
+    }
+
+
+ABORT = answer([9], kind="abort", finish={"message": "aborted by a pause"})
+
+
+# Answers
+
+
+@pytest.mark.parametrize(("kind", "status"), [("stop", "completed"), ("length", "truncated"), ("abort", "aborted")])
+def test_the_finish_reason_gives_the_status(kind: str, status: str) -> None:
+    sample = sample_of(answer([1, 2], kind=kind), attempts=3, seconds=1.23456)
+    assert (sample.status, sample.tokens, sample.log_probs) == (status, [1, 2], [-0.5, -1.0])
+    assert (sample.attempts, sample.seconds, sample.error) == (3, 1.2346, "")
+
+
+def test_why_a_sample_was_aborted_is_told() -> None:
+    assert sample_of(ABORT, attempts=1, seconds=0.0).error == "aborted by a pause"
+
+
+def test_one_version_covers_the_whole_response() -> None:
+    sample = sample_of(answer([1, 2, 3], version="7"), attempts=1, seconds=0.0)
+    assert sample.weight_versions == [VersionSpan(version=7, start=0, end=3)]
+
+
+def test_a_response_that_an_update_interrupted_tells_which_tokens_are_whose() -> None:
+    spans = [{"version": "7", "start": 0, "end": 2}, {"version": "8", "start": 2, "end": 3}]
+    sample = sample_of(answer([1, 2, 3], weight_versions=spans), attempts=1, seconds=0.0)
+    assert sample.weight_versions == [VersionSpan(version=7, start=0, end=2), VersionSpan(version=8, start=2, end=3)]
+
+
+@pytest.mark.parametrize("version", ["default", None, "", "-1", "1.5"])
+def test_an_engine_without_a_version_of_ours_is_not_believed(version: Any) -> None:
+    with pytest.raises(ValueError, match="whose weight version is"):
+        sample_of(answer([1], version=version), attempts=1, seconds=0.0)
+
+
+@pytest.mark.parametrize("body", [{}, {"meta_info": None}, {"meta_info": {"finish_reason": None}}])
+def test_an_answer_without_a_finish_reason_is_no_sample(body: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="unknown finish reason None"):
+        sample_of(body, attempts=1, seconds=0.0)
+
+
+def test_a_finish_reason_that_is_new_to_us_is_no_sample() -> None:
+    with pytest.raises(ValueError, match="unknown finish reason 'tool'"):
+        sample_of(answer([1], kind="tool"), attempts=1, seconds=0.0)
+
+
+# Parameters
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"n": 4}, "sampling_params.n: belongs to the request"),
+        ({"n": 0}, "sampling_params.n"),
+        ({"stop": [""]}, "an empty stop string would stop at once"),
+        ({"stop": ""}, "an empty stop string would stop at once"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"max_new_tokens": -239}, "max_new_tokens"),
+        ({"temperature": "NaN"}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"max_tokens": 8}, "unknown; max_new_tokens is meant"),
+        ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens: 9 is greater than max_new_tokens 8"),
+        ({"logit_bias": {"999999": 5}}, "the router drops it"),
+        ({"custom_params": {"x": 1}}, "the router drops it"),
+        ({"temprature": 1.0}, "temprature"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ],
+)
+def test_parameters_that_an_engine_would_ignore_or_die_of_are_refused_by_name(
+    params: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValidationError) as refusal:
+        Generate.model_validate({"prompts": [[1]], "sampling_params": params})
+    assert said in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"stop": "\n"},
+        {"stop": ["a", "b"]},
+        {"stop_token_ids": [2, 11]},
+        {"temperature": 0},
+        {"ignore_eos": True, "max_new_tokens": 16},
+        {"min_new_tokens": 8, "max_new_tokens": 8},
+    ],
+)
+def test_good_parameters_are_passed_on_as_they_are(params: dict[str, Any], tmp_path: Path, quick: None) -> None:
+    router = StandIn.always(200, answer([1]))
+    sampled(tmp_path, router, request([[1]], sampling_params=SamplingParams.model_validate(params)))
+    assert router.asked[0].body["sampling_params"] == {"max_new_tokens": 128, **params}
+
+
+@pytest.mark.parametrize("prompts", [[], [[]], [[1], []], [[-1]], [["a"]]])
+def test_prompts_without_tokens_are_refused(prompts: list[Any]) -> None:
+    with pytest.raises(ValidationError):
+        Generate.model_validate({"prompts": prompts})
+
+
+# Through the router
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pause worth waiting for between attempts."""
+    monkeypatch.setattr(sampling, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(sampling, "LAST_PAUSE_SECONDS", 0.01)
+
+
+def request(prompts: list[list[int]], **fields: Any) -> Generate:
+    return Generate(prompts=prompts, **{"timeout_seconds": 5.0, **fields})
+
+
+async def with_router(world: World, router: StandIn) -> Sampler:
+    body = world.cluster.seen("rolloutservers", "qwen")
+    body["status"]["router"] = {"url": router.url}
+    world.cluster.put("rolloutservers", body)
+    return Sampler(fleet=world.fleet, router=lambda url: RouterClient(url, http=world.http))
+
+
+def sampled(
+    tmp_path: Path, router: StandIn, asked: Generate, prepare: Callable[[World], None] = lambda _: None
+) -> list[Any]:
+    async def scenario() -> list[Any]:
+        async with fleet_on_loopback(tmp_path, 1) as world, router:
+            prepare(world)
+            sampler = await with_router(world, router)
+            generated = await sampler.generate(asked)
+            assert [group.prompt for group in generated.groups] == asked.prompts
+            return [group.samples for group in generated.groups]
+
+    return asyncio.run(scenario())
+
+
+def committed(version: int) -> Callable[[World], None]:
+    return lambda world: world.change_training(weights={"phase": "Committed", "version": version})
+
+
+def in_turn(*answers: Answer | type[HangUp]) -> Answering:
+    """The first answers in order, the last one for ever."""
+    left = list(answers)
+
+    async def answering(_: Asked) -> Answer:
+        told = left.pop(0) if len(left) > 1 else left[0]
+        if isinstance(told, type):
+            raise told
+        return told
+
+    return answering
+
+
+def test_groups_keep_the_order_of_the_prompts_whoever_answers_first(tmp_path: Path, quick: None) -> None:
+    answered: list[int] = []
+    last = asyncio.Event()
+
+    async def backwards(asked: Asked) -> Answer:
+        (token,) = asked.body["input_ids"]
+        if token != 3:
+            await last.wait()
+        answered.append(token)
+        last.set()
+        return 200, answer([token * 10])
+
+    groups = sampled(tmp_path, StandIn(backwards), request([[1], [2], [3]], n=2))
+    assert answered[0] == 3
+    assert [[sample.tokens for sample in samples] for samples in groups] == [[[10]] * 2, [[20]] * 2, [[30]] * 2]
+
+
+def test_each_sample_is_one_request_with_log_probs_and_an_id_of_its_own(tmp_path: Path, quick: None) -> None:
+    router = StandIn.always(200, answer([1]))
+    sampled(tmp_path, router, request([[5, 6]], n=3, sampling_params=SamplingParams(temperature=0.5)))
+    assert [a.path for a in router.asked] == ["/generate"] * 3
+    ids = [a.body["rid"] for a in router.asked]
+    assert len({*ids}) == 3
+    assert {len(name) for name in ids} == {32}, "no id is the beginning of another"
+    for asked in router.asked:
+        assert asked.body["input_ids"] == [5, 6]
+        assert asked.body["return_logprob"] is True
+        assert asked.body["sampling_params"] == {"temperature": 0.5, "max_new_tokens": 128}
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        (200, ABORT),
+        (500, {"error": "engine died"}),
+        (503, {"error": "no worker"}),
+        (408, {"error": "timeout"}),
+        (429, {"error": "queue full"}),
+        (200, answer([1], version="default")),
+        HangUp,
+    ],
+)
+def test_what_another_engine_could_answer_is_tried_again_under_a_new_id(
+    tmp_path: Path, quick: None, trouble: Answer | type[HangUp]
+) -> None:
+    router = StandIn(in_turn(trouble, trouble, (200, answer([7]))))
+    ((sample,),) = sampled(tmp_path, router, request([[1]]))
+    assert (sample.status, sample.tokens, sample.attempts) == ("truncated", [7], 3)
+    assert len({asked.body["rid"] for asked in router.asked}) == 3
+
+
+class Hesitant(RouterClient):
+    """Cannot be connected to at first."""
+
+    refusals = 2
+
+    async def generate(
+        self, payload: dict[str, Any], *, seconds: float, routing_key: str | None = None
+    ) -> dict[str, Any]:
+        if self.refusals:
+            self.refusals -= 1
+            raise EngineUnreachable("connection refused")
+        return await super().generate(payload, seconds=seconds, routing_key=routing_key)
+
+
+def test_a_router_that_does_not_listen_yet_is_tried_again(tmp_path: Path, quick: None) -> None:
+    async def scenario() -> None:
+        async with fleet_on_loopback(tmp_path, 1) as world, StandIn.always(200, answer([7])) as router:
+            await with_router(world, router)
+            sampler = Sampler(fleet=world.fleet, router=lambda url: Hesitant(url, http=world.http))
+            ((sample,),) = [group.samples for group in (await sampler.generate(request([[1]]))).groups]
+            assert (sample.status, sample.attempts) == ("truncated", 3)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("status", [400, 404, 413, 422])
+def test_a_prompt_that_is_refused_fails_its_own_samples_at_once_and_no_others(
+    tmp_path: Path, quick: None, status: int
+) -> None:
+    async def picky(asked: Asked) -> Answer:
+        return (status, {"error": {"message": "too long"}}) if asked.body["input_ids"] == [2] else (200, answer([7]))
+
+    router = StandIn(picky)
+    good, bad, also_good = sampled(tmp_path, router, request([[1], [2], [3]]))
+    assert (good[0].status, also_good[0].status) == ("truncated", "truncated")
+    assert (bad[0].status, bad[0].tokens, bad[0].attempts) == ("failed", [], 1)
+    assert "too long" in bad[0].error
+    assert len(router.asked) == 3
+
+
+def test_a_sample_that_does_not_finish_in_time_is_aborted_with_the_reason_and_no_tokens(
+    tmp_path: Path, quick: None
+) -> None:
+    ((sample,),) = sampled(tmp_path, StandIn.always(200, ABORT), request([[1]], timeout_seconds=0.1))
+    assert (sample.status, sample.tokens, sample.log_probs, sample.weight_versions) == ("aborted", [], [], [])
+    assert sample.error == "not finished in 0.1 s: aborted by a pause"
+    assert sample.attempts >= 2
+
+
+def test_an_engine_that_does_not_answer_is_given_up_with_the_request(tmp_path: Path, quick: None) -> None:
+    async def never(_: Asked) -> Answer:
+        await asyncio.Event().wait()
+        return 200, {}
+
+    ((sample,),) = sampled(tmp_path, StandIn(never), request([[1]], timeout_seconds=0.1))
+    assert (sample.status, sample.attempts) == ("aborted", 1)
+    assert "no answer in" in sample.error
+
+
+# Which weights
+
+
+def test_a_version_that_was_never_committed_is_never_delivered(tmp_path: Path, quick: None) -> None:
+    router = StandIn(in_turn((200, answer([1], version="2")), (200, answer([2], version="2")), (200, answer([7]))))
+    ((sample,),) = sampled(tmp_path, router, request([[1]]))
+    assert (sample.tokens, sample.attempts) == ([7], 3)
+
+
+def test_if_nothing_else_answers_the_sample_is_aborted_and_says_so(tmp_path: Path, quick: None) -> None:
+    router = StandIn.always(200, answer([1], version="2"))
+    ((sample,),) = sampled(tmp_path, router, request([[1]], timeout_seconds=0.1), committed(1))
+    assert (sample.status, sample.tokens) == ("aborted", [])
+    assert "never committed" in sample.error
+
+
+def test_one_span_of_a_version_that_was_never_committed_spoils_the_sample(tmp_path: Path, quick: None) -> None:
+    spans = [{"version": "0", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 2}]
+    router = StandIn(in_turn((200, answer([1, 2], weight_versions=spans)), (200, answer([7]))))
+    ((sample,),) = sampled(tmp_path, router, request([[1]]))
+    assert sample.tokens == [7]
+
+
+def test_a_version_that_is_committed_while_its_sample_runs_is_delivered(tmp_path: Path, quick: None) -> None:
+    async def scenario() -> None:
+        async def during(_: Asked) -> Answer:
+            world.change_training(weights={"phase": "Committed", "version": 1})
+            spans = [{"version": "0", "start": 0, "end": 1}, {"version": "1", "start": 1, "end": 2}]
+            return 200, answer([1, 2], weight_versions=spans)
+
+        async with fleet_on_loopback(tmp_path, 1) as world, StandIn(during) as router:
+            sampler = await with_router(world, router)
+            ((sample,),) = [group.samples for group in (await sampler.generate(request([[1]]))).groups]
+            assert sample.tokens == [1, 2]
+            assert sample.attempts == 1
+
+    asyncio.run(scenario())
+
+
+def test_an_older_committed_version_is_delivered_with_its_name_on_it(tmp_path: Path, quick: None) -> None:
+    async def scenario() -> None:
+        async with (
+            fleet_on_loopback(tmp_path, 1) as world,
+            StandIn(in_turn((200, answer([1], version="1")), (200, answer([2], version="1")))) as router,
+        ):
+            sampler = await with_router(world, router)
+            committed(1)(world)
+            await sampler.generate(request([[1]]))
+            committed(2)(world)
+            ((sample,),) = [group.samples for group in (await sampler.generate(request([[1]]))).groups]
+            assert (sample.weight_versions[0].version, sample.attempts) == (1, 1)
+
+    asyncio.run(scenario())
+
+
+# Bounds
+
+
+def test_no_more_requests_run_at_once_than_the_routable_engines_bear(tmp_path: Path, quick: None) -> None:
+    inside, most = 0, 0
+    full = asyncio.Event()
+
+    async def crowded(_: Asked) -> Answer:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        if inside == CONCURRENCY_PER_ENGINE:
+            full.set()
+        await full.wait()
+        inside -= 1
+        return 200, answer([1])
+
+    groups = sampled(tmp_path, StandIn(crowded), request([[1]], n=CONCURRENCY_PER_ENGINE + 20))
+    assert most == CONCURRENCY_PER_ENGINE
+    assert [sample.status for sample in groups[0]] == ["truncated"] * (CONCURRENCY_PER_ENGINE + 20)
+
+
+def test_a_caller_that_goes_away_closes_the_connections_to_the_router(tmp_path: Path, quick: None) -> None:
+    async def scenario() -> None:
+        heard, closed = asyncio.Event(), asyncio.Event()
+
+        async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            heard.set()
+            while await reader.read(65536):
+                pass
+            closed.set()
+            writer.close()
+
+        async with (
+            fleet_on_loopback(tmp_path, 1) as world,
+            await asyncio.start_server(listen, "127.0.0.1", 0) as server,
+        ):
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            router = StandIn.always(200, {})
+            router.url = url
+            sampler = await with_router(world, router)
+            caller = asyncio.create_task(sampler.generate(request([[1]])))
+            await heard.wait()
+            caller.cancel()
+            await asyncio.gather(caller, return_exceptions=True)
+            await closed.wait()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("prepare", "code"),
+    [
+        (lambda world: world.cluster.objects.pop(("rolloutservers", "qwen")), "WaitingForServer"),
+        (lambda world: world.cluster.objects["rolloutservers", "qwen"].pop("status"), "NoRouter"),
+    ],
+)
+def test_without_a_server_or_a_router_the_request_is_refused(
+    tmp_path: Path, prepare: Callable[[World], Any], code: str
+) -> None:
+    async def scenario() -> None:
+        async with fleet_on_loopback(tmp_path, 1) as world:
+            prepare(world)
+            sampler = Sampler(fleet=world.fleet, router=lambda url: RouterClient(url, http=world.http))
+            with pytest.raises(AgentError) as refusal:
+                await sampler.generate(request([[1]]))
+            assert (refusal.value.code, refusal.value.status) == (code, 503)
+
+    asyncio.run(scenario())

@@ -1,0 +1,287 @@
+"""A fleet on loopback: the real agent between stand-ins of the Kubernetes API (in memory) and of engines (HTTP)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+
+from rolloutfleet.agent.leadership import Leadership
+from rolloutfleet.agent.membership import Fleet
+from rolloutfleet.agent.memory import Memory
+from rolloutfleet.agent.updates import Updater
+from rolloutfleet.api.rollout_server import TrainingStatus
+from rolloutfleet.engine.sglang import EngineClient
+from rolloutfleet.kube.client import EVENT, KubeApi, Resource
+from rolloutfleet.kube.errors import Conflict, NotFound
+from rolloutfleet.kube.lease import LeaseHolder
+from unit.engine.stand_in import Answer, Asked, HangUp, StandIn
+
+Object = dict[str, Any]
+LIMIT = 10.0
+"""Seconds after which a test has hung."""
+
+
+class Clock:
+    """The lease holder's clock: it stands still until a test moves it."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Cluster:
+    """Stands in for the Kubernetes API: the verbs that the agent uses, with conditional writes."""
+
+    def __init__(self) -> None:
+        self.objects: dict[tuple[str, str], Object] = {}
+        self.events: list[Object] = []
+        self.written: list[TrainingStatus] = []
+        """What the agent applied to status.training, in order."""
+        self.before_apply: list[Callable[[], None]] = []
+        """What others do between the agent's look and its write; each once."""
+
+    def put(self, plural: str, body: Object) -> None:
+        name = body["metadata"]["name"]
+        known = self.objects.get((plural, name))
+        version = int(known["metadata"]["resourceVersion"]) + 1 if known else 1
+        self.objects[plural, name] = {**body, "metadata": {**body["metadata"], "resourceVersion": str(version)}}
+
+    def seen(self, plural: str, name: str) -> Object:
+        return deepcopy(self.objects[plural, name])
+
+    async def get(self, resource: Resource, name: str, *, namespace: str | None = None) -> Object:
+        assert namespace == "rl"
+        if (resource.plural, name) not in self.objects:
+            raise NotFound(f"{resource.plural} {name} not found", status=404)
+        return self.seen(resource.plural, name)
+
+    async def create(self, resource: Resource, manifest: Object) -> Object:
+        assert resource is EVENT, "the agent may create events only"
+        self.events.append(manifest)
+        return manifest
+
+    async def update(self, resource: Resource, manifest: Object) -> Object:
+        self._check(resource, manifest)
+        self.put(resource.plural, manifest)
+        return self.seen(resource.plural, manifest["metadata"]["name"])
+
+    async def apply(
+        self,
+        resource: Resource,
+        manifest: Object,
+        *,
+        field_manager: str,
+        force: bool = True,
+        subresource: str | None = None,
+    ) -> Object:
+        assert (resource.plural, subresource, field_manager) == ("rolloutservers", "status", "rolloutfleet-agent")
+        if self.before_apply:
+            self.before_apply.pop(0)()
+        self._check(resource, manifest)
+        name = manifest["metadata"]["name"]
+        body = self.seen(resource.plural, name)
+        body["status"] = {**body.get("status", {}), **deepcopy(manifest["status"])}
+        self.put(resource.plural, body)
+        self.written.append(TrainingStatus.model_validate(manifest["status"]["training"]))
+        return self.seen(resource.plural, name)
+
+    def _check(self, resource: Resource, manifest: Object) -> None:
+        metadata = manifest["metadata"]
+        if (
+            metadata["resourceVersion"]
+            != self.objects[resource.plural, metadata["name"]]["metadata"]["resourceVersion"]
+        ):
+            raise Conflict("changed meanwhile", status=409)
+
+
+class Engine:
+    """Stands in for one SGLang server: it holds weights, can be paused, and dies of a second release as SGLang does."""
+
+    def __init__(self, pod: str) -> None:
+        self.pod = pod
+        self.label, self.checksum = "0", "sum-of-m0"
+        self.paused = False
+        self.dead = False
+        self.released: set[str] = set()
+        self.refuses: dict[str, Answer] = {}
+        """By path: what is answered instead."""
+        self.breaks_at = ""
+        """Path at which it dies."""
+        self.before: dict[str, Callable[[], Awaitable[None]]] = {}
+        """By path: what happens first."""
+        self.stand_in = StandIn(self._answer)
+
+    @property
+    def asked(self) -> list[str]:
+        return [asked.path.partition("?")[0].strip("/") for asked in self.stand_in.asked]
+
+    async def _answer(self, asked: Asked) -> Answer:
+        path = asked.path.partition("?")[0].strip("/")
+        if path in self.before:
+            await self.before[path]()
+        self.dead = self.dead or path == self.breaks_at
+        if self.dead:
+            raise HangUp
+        if path in self.refuses:
+            return self.refuses[path]
+        return self._obey(path, asked.body or {})
+
+    def _obey(self, path: str, body: Object) -> Answer:
+        match path:
+            case "pause_generation":
+                self.paused = True
+            case "continue_generation":
+                self.paused = False
+            case "flush_cache" if not self.paused:
+                return 400, {"error": "not idle"}
+            case "update_weights_from_disk":
+                self.label, self.checksum = body["weight_version"], f"sum-of-{Path(body['model_path']).name}"
+            case "weights_checker":
+                return 200, {"success": True, "per_engine_checksum": self.checksum}
+            case "model_info":
+                return 200, {"model_path": "/m", "weight_version": self.label}
+            case "release_memory_occupation":
+                self._move_memory(set(body["tags"]), self.released, release=True)
+            case "resume_memory_occupation":
+                self._move_memory(set(body["tags"]), self.released, release=False)
+        return 200, {"success": True, "message": ""}
+
+    def _move_memory(self, tags: set[str], released: set[str], *, release: bool) -> None:
+        if (tags & released) if release else (tags - released):
+            self.dead = True
+            raise HangUp
+        self.released = released | tags if release else released - tags
+
+
+class World:
+    def __init__(self, volume: Path, engines: int, http: httpx.AsyncClient) -> None:
+        self.volume = volume
+        self.http = http
+        self.cluster = Cluster()
+        self.engines = [Engine(f"qwen-main-{index}-e1-r0") for index in range(engines)]
+        self.clock = Clock()
+
+    def build(self) -> None:
+        self.cluster.put("rolloutservers", rollout_server(self.volume))
+        self.cluster.put("servergroups", server_group(self.engines))
+        self.cluster.put("leases", {"metadata": {"name": "qwen-trainer", "namespace": "rl"}, "spec": {}})
+        self.restart_agent()
+
+    def restart_agent(self) -> None:
+        """A new process of the same agent: it knows what the cluster knows and leads nothing yet."""
+        api = cast(KubeApi, self.cluster)
+        self.fleet = Fleet(api=api, namespace="rl", role="actor", name="qwen", pod_name="train", pod_uid="uid-train")
+        self.leadership = Leadership(api=api, namespace="rl", fleet=self.fleet, identity="train")
+        self.leadership.lease = LeaseHolder(
+            api=api, namespace="rl", name="qwen-trainer", identity="train", monotonic=self.clock
+        )
+        self.updater = Updater(fleet=self.fleet, leadership=self.leadership, engine=self.client)
+        self.memory = Memory(fleet=self.fleet, leadership=self.leadership, engine=self.client)
+
+    def client(self, url: str) -> EngineClient:
+        return EngineClient(url, http=self.http)
+
+    def change_server(self, **spec: Any) -> None:
+        body = self.cluster.seen("rolloutservers", "qwen")
+        body["spec"] |= spec
+        self.cluster.put("rolloutservers", body)
+
+    def change_training(self, **training: Any) -> None:
+        body = self.cluster.seen("rolloutservers", "qwen")
+        body["status"]["training"] = {**body["status"].get("training", {}), **training}
+        self.cluster.put("rolloutservers", body)
+
+    def change_engine(self, index: int, **status: Any) -> None:
+        body = self.cluster.seen("servergroups", "qwen-main")
+        body["status"]["engines"][index] |= status
+        self.cluster.put("servergroups", body)
+
+    @property
+    def training(self) -> TrainingStatus:
+        return TrainingStatus.model_validate(self.cluster.seen("rolloutservers", "qwen")["status"].get("training", {}))
+
+    def lose_the_lease(self) -> None:
+        self.clock.now += 3600.0
+
+    def be_overtaken(self) -> None:
+        """Another agent leads by now and has written; this one does not know it yet."""
+        self.change_training(holder="train-2", fence=self.leadership.lease.fence + 1)
+
+    @property
+    def untouched(self) -> bool:
+        """No engine was asked anything and nothing was written."""
+        return not any(engine.asked for engine in self.engines) and not self.cluster.written
+
+
+@asynccontextmanager
+async def fleet_on_loopback(tmp_path: Path, engines: int = 3) -> AsyncIterator[World]:
+    """Engines that serve version 0, an agent that leads, and a volume with the checkpoint w1."""
+    volume = tmp_path / "weights"
+    volume.mkdir()
+    write_checkpoint(tmp_path / "m0", [2, 3])
+    write_checkpoint(volume / "w1", [2, 3])
+    async with AsyncExitStack() as stack:
+        http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
+        world = World(volume, engines, http)
+        for engine in world.engines:
+            await stack.enter_async_context(engine.stand_in)
+        world.build()
+        await world.leadership.lease.acquire()
+        async with asyncio.timeout(LIMIT):
+            yield world
+
+
+def rollout_server(volume: Path, *, router: str = "http://router") -> Object:
+    group = {"name": "main", "replicas": 3, "engine": {"image": "engine:1"}, "offload": True}
+    return {
+        "metadata": {"name": "qwen", "namespace": "rl", "uid": "uid-qwen"},
+        "spec": {
+            "model": {"path": str(volume.parent / "m0")},
+            "groups": [group],
+            "weights": {"volume": {"emptyDir": {}}, "mountPath": str(volume)},
+        },
+        "status": {"router": {"url": router, "replicas": 1, "ready": 1}},
+    }
+
+
+def server_group(engines: list[Engine]) -> Object:
+    return {
+        "metadata": {"name": "qwen-main", "namespace": "rl", "uid": "uid-main"},
+        "spec": {"server": "qwen", "model": {"path": "/m"}, "engine": {"image": "engine:1"}, "offload": True},
+        "status": {
+            "routable": len(engines),
+            "measuredVersion": 0,
+            "measuredRevision": "r1",
+            "measuredChecksum": "sum-of-m0",
+            "engines": [
+                {
+                    "index": index,
+                    "epoch": 1,
+                    "revision": "r1",
+                    "phase": "Serving",
+                    "url": engine.stand_in.url,
+                    "pod": engine.pod,
+                }
+                for index, engine in enumerate(engines)
+            ],
+        },
+    }
+
+
+def write_checkpoint(folder: Path, shape: list[int], *, name: str = "weight") -> Path:
+    """One safetensors file with one tensor of 2-byte elements."""
+    folder.mkdir()
+    size = 2
+    for dimension in shape:
+        size *= dimension
+    header = json.dumps({name: {"dtype": "BF16", "shape": shape, "data_offsets": [0, size]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+    return folder
