@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -105,10 +105,10 @@ def namespace(kubectl: Kubectl, vanishing_namespaces: list[str], request: pytest
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
-) -> Iterator[None]:  # the wrapper protocol passes the report through
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if call.when == "call":
-        item.stash[FAILED] = report.failed  # type: ignore[attr-defined]
+        item.stash[FAILED] = report.failed
     return report
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from e2e.fleets import rollout_server
-from e2e.support import Kubectl, KubectlError
+from e2e.support import Kubectl, KubectlError, as_list, eventually
 
 CRDS = Path(__file__).parents[2] / "crds"
 
@@ -79,6 +80,46 @@ def test_defaults_are_there_and_a_second_apply_changes_nothing(
     assert stored["spec"]["updateWeights"] is True
     inside.apply(manifest)
     assert inside.json("get", "ros", "base")["metadata"]["generation"] == stored["metadata"]["generation"]
+
+
+def test_diff_of_what_was_applied_is_empty(kubectl: Kubectl, operator: None, namespace: str) -> None:
+    inside = kubectl.within(namespace)
+    manifest = as_list(server())
+    inside("apply", "--server-side", "--filename=-", stdin=manifest)
+    assert inside("diff", "--server-side", "--filename=-", stdin=manifest) == ""
+
+
+def test_status_cannot_be_written_with_the_object(api: Kubectl) -> None:
+    manifest = server() | {"status": {"training": {"holder": "impostor"}}}
+    created = json.loads(api.create(manifest, options=("--dry-run=server", "--output=json")))
+    assert "holder" not in created.get("status", {}).get("training", {})
+
+
+def test_a_scaled_group_keeps_its_count_when_the_manifest_without_replicas_is_applied_again(
+    kubectl: Kubectl, operator: None, namespace: str
+) -> None:
+    inside = kubectl.within(namespace)
+    manifest = server()
+    group = manifest["spec"]["groups"][0]
+    del group["replicas"]
+    # No node has this label: what counts here are pods, not engines.
+    group["template"]["spec"]["nodeSelector"] = {"rolloutfleet.dev/nowhere": "true"}
+    inside.apply(manifest)
+    eventually(lambda: inside("get", "sgrp", "base-main", "--output=name"), 30, "the ServerGroup exists")
+    inside("scale", "sgrp", "base-main", "--replicas=2")
+    pods = ("get", "pods", "--selector=rolloutfleet.dev/component=engine", "--output=name")
+    eventually(lambda: inside(*pods).split(), 30, "two engine pods", accept=lambda found: len(found) == 2)
+    inside.apply(manifest)
+    manifest["spec"]["router"] = {"args": {"log-level": "warn"}}
+    inside.apply(manifest)
+    eventually(
+        lambda: inside.json("get", "ros", "base"),
+        30,
+        "the operator has seen the last change",
+        accept=lambda ros: ros["status"]["observedGeneration"] == ros["metadata"]["generation"],
+    )
+    assert inside.json("get", "sgrp", "base-main")["spec"]["replicas"] == 2
+    assert len(inside(*pods).split()) == 2
 
 
 def test_the_crds_can_be_applied_by_the_client_and_replaced(kubectl: Kubectl, operator: None) -> None:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from rolloutfleet.agent.errors import unavailable
 from rolloutfleet.api.agent import EngineView, FleetState, FleetView
 from rolloutfleet.api.names import server_group_name
-from rolloutfleet.api.rollout_server import RolloutServer, TrainingStatus
+from rolloutfleet.api.rollout_server import GroupChecksum, RolloutServer, TrainingStatus
 from rolloutfleet.api.server_group import EngineStatus, ServerGroup
 from rolloutfleet.kube import client as kube
 
@@ -131,6 +131,19 @@ class Fleet:
     def committed_version(self) -> int:
         weights = self.training.weights
         return weights.version if weights else 0
+
+    def committed_checksums(self) -> list[GroupChecksum]:
+        """Of the committed version by layout: from the last update, or measured by the operator."""
+        weights = self.training.weights
+        if weights is not None and weights.checksums:
+            return list(weights.checksums)
+        return [
+            GroupChecksum(
+                group=group.name, revision=group.status.measured_revision, checksum=group.status.measured_checksum
+            )
+            for group in self.groups
+            if group.status.measured_version == self.committed_version
+        ]
 
     def engines(self) -> list[tuple[ServerGroup, EngineStatus]]:
         return [(group, engine) for group in self.groups for engine in group.status.engines]

@@ -2,6 +2,9 @@
 
 Neither call of SGLang is idempotent: a second one kills the scheduler. So the intent is recorded, then the call is
 made, then the result is recorded, for each life of each engine; after an ambiguous failure only that engine is lost.
+
+Released weights come back as garbage (unless the engine keeps a copy): every proof about them is void from the release
+on, and an engine generates again only when its checksum is the fleet's.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.api.agent import MemoryRequest, MemoryResult, MemoryTag
 from rolloutfleet.api.common import EnginePhase
-from rolloutfleet.api.rollout_server import TrainingMemory, TrainingStatus
+from rolloutfleet.api.rollout_server import TrainingMemory, TrainingWeights, WeightsPhase
 from rolloutfleet.api.server_group import EngineStatus
 from rolloutfleet.engine.errors import EngineError
 from rolloutfleet.engine.sglang import EngineClient
@@ -56,7 +59,8 @@ class Memory:
         if not tags:
             return self._result(before, {}, started)
         released = [tag for tag in RESUME_ORDER if tag in before.tags or tag in tags]
-        await self._write("Releasing", released, engines)
+        weights = self._voided() if "weights" in tags else self._fleet.training.weights
+        await self._write("Releasing", released, engines, weights)
 
         async def release(engine: EngineClient) -> None:
             if not before.tags:
@@ -65,7 +69,7 @@ class Memory:
             await engine.release_memory(tags, seconds=request.timeout_seconds)
 
         failed = await self._everywhere(engines, release)
-        after = await self._write("Released", released, [e for e in engines if e.pod not in failed])
+        after = await self._write("Released", released, [e for e in engines if e.pod not in failed], weights)
         return self._result(after, failed, started)
 
     async def _onload(self, request: MemoryRequest) -> MemoryResult:
@@ -78,16 +82,24 @@ class Memory:
             return self._result(before, {}, started)
         engines = self._engines(before)
         left = [tag for tag in before.tags if tag not in tags]
-        await self._write("Resuming", before.tags, engines)
+        weights = self._fleet.training.weights
+        await self._write("Resuming", before.tags, engines, weights)
+        expected = self._expected_checksums()
 
         async def resume(engine: EngineClient) -> None:
             await engine.resume_memory(tags, seconds=request.timeout_seconds)
-            if not left:
-                await engine.continue_generation()
+            if left:
+                return
+            if await engine.checksum() != expected.get(engine.url):
+                raise EngineError(
+                    f"its weights are not those of version {self._fleet.committed_version}; it stays paused until the "
+                    "operator has loaded them. Update weights before the last tag is onloaded"
+                )
+            await engine.continue_generation()
 
         failed = await self._everywhere(engines, resume)
         kept = [e for e in engines if e.pod not in failed] if left else []
-        after = await self._write("Released" if left else "Resident", left, kept)
+        after = await self._write("Released" if left else "Resident", left, kept, weights)
         return self._result(after, failed, started)
 
     def _refuse_without_saver(self) -> None:
@@ -130,12 +142,28 @@ class Memory:
         await asyncio.gather(*(one(engine) for engine in engines))
         return failed
 
-    async def _write(self, phase: str, tags: Sequence[str], engines: Sequence[EngineStatus]) -> TrainingMemory:
+    def _voided(self) -> TrainingWeights:
+        """The committed weights under a new transaction number: whatever was proved about an engine before is void."""
+        weights = self._fleet.training.weights or TrainingWeights(phase=WeightsPhase.COMMITTED, version=0)
+        return weights.model_copy(update={"transaction": weights.transaction + 1, "engines": ()})
+
+    def _expected_checksums(self) -> dict[str, str]:
+        """By URL of the engine."""
+        known = {(entry.group, entry.revision): entry.checksum for entry in self._fleet.committed_checksums()}
+        return {engine.url: known.get((group.name, engine.revision), "") for group, engine in self._fleet.engines()}
+
+    async def _write(
+        self,
+        phase: str,
+        tags: Sequence[str],
+        engines: Sequence[EngineStatus],
+        weights: TrainingWeights | None,
+    ) -> TrainingMemory:
         memory = TrainingMemory.model_validate(
             {"phase": phase, "tags": list(tags), "engines": sorted(engine.pod for engine in engines)}
         )
-        training: TrainingStatus = self._fleet.training
-        await self._leadership.write(training.model_copy(update={"memory": memory}))
+        training = self._fleet.training.model_copy(update={"memory": memory, "weights": weights})
+        await self._leadership.write(training)
         return memory
 
     def _result(self, memory: TrainingMemory, failed: dict[str, str], started: float) -> MemoryResult:

@@ -21,7 +21,7 @@ from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.api.agent import UpdateResult, UpdateWeights
 from rolloutfleet.api.common import EnginePhase
-from rolloutfleet.api.rollout_server import GroupChecksum, TrainingStatus, TrainingWeights, WeightsPhase
+from rolloutfleet.api.rollout_server import TrainingStatus, TrainingWeights, WeightsPhase
 from rolloutfleet.engine.checkpoint import Checkpoint, CheckpointError, differences, read_checkpoint
 from rolloutfleet.engine.errors import EngineError, EngineRefused
 from rolloutfleet.engine.sglang import EngineClient
@@ -70,7 +70,9 @@ class Updater:
         seconds: dict[str, float] = {}
 
         old = before.weights or TrainingWeights(phase=WeightsPhase.COMMITTED, version=0)
-        previous = list(old.checksums) or self._measured(old.version)
+        previous = self._fleet.committed_checksums()
+        # Engines whose memory is released are paused already, and go on when the last tag is resident.
+        released = before.memory is not None and bool(before.memory.tags)
         ends = datetime.now(UTC) + timedelta(seconds=request.timeout_seconds + VERIFY_SECONDS + CONTINUE_SECONDS)
         intent = old.model_copy(
             update={
@@ -87,7 +89,8 @@ class Updater:
         errors: dict[str, str] = {}
         try:
             clock = time.monotonic()
-            await self._everywhere(participants, errors, self._pause, deadline)
+            if not released:
+                await self._everywhere(participants, errors, self._pause, deadline)
             seconds["pause"] = time.monotonic() - clock
             clock = time.monotonic()
             await self._load(participants, errors, request.path, target, doubtful, deadline)
@@ -99,7 +102,8 @@ class Updater:
             outcome = outcome_of(aftermath, target=target, previous=old.version, previous_checksums=previous)
             seconds["verify"] = time.monotonic() - clock
             await self._commit(before, intent, outcome, request.path)
-            await self._continue(outcome.survivors)
+            if not released:
+                await self._continue(outcome.survivors)
             seconds["total"] = time.monotonic() - started
         if not outcome.committed:
             raise AgentError(
@@ -194,17 +198,6 @@ class Updater:
         if not found:
             raise unavailable("NoEngines", f"RolloutServer {self._fleet.name} has no engine that could be updated now")
         return found
-
-    def _measured(self, version: int) -> list[GroupChecksum]:
-        return [
-            GroupChecksum(
-                group=group.name,
-                revision=group.status.measured_revision,
-                checksum=group.status.measured_checksum,
-            )
-            for group in self._fleet.groups
-            if group.status.measured_version == version
-        ]
 
     # The engines
 

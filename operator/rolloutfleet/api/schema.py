@@ -1,8 +1,8 @@
 """The vocabulary in which our models say what JSON Schema has no word for: CEL rules, list keys, columns.
 
-Each mark puts its `x-kubernetes-*` extension into pydantic's JSON schema; `crdgen` makes that structural. Specs
-forbid unknown fields when we write them; objects read from the API server may come from a newer version, so reading
-ignores what it does not know.
+Each mark puts its `x-kubernetes-*` extension into pydantic's JSON schema; `crdgen` makes the result structural.
+Objects read from the API server may come from a newer version, so reading ignores fields that it does not know;
+what users write is checked by the API server (pruning, and `fieldValidation=Strict`).
 """
 
 from __future__ import annotations

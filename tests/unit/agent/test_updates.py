@@ -1,4 +1,4 @@
-"""A weight update commits what engines provably hold, resumes those and no others, and touches nothing if refused."""
+"""A weight update commits what engines provably hold, and resumes those and no others."""
 
 from __future__ import annotations
 
@@ -258,98 +258,6 @@ def test_a_checkpoint_that_could_not_be_compared_kills_one_engine_and_not_all(tm
         assert [engine.paused for engine in world.engines[1:]] == [False, False]
 
     play(tmp_path, story)
-
-
-# Refused before anything is paused
-
-
-@pytest.mark.parametrize("version", [3, 2])
-def test_a_version_that_is_not_newer_is_refused(tmp_path: Path, version: int) -> None:
-    async def story(world: World) -> None:
-        world.change_training(weights={"phase": "Committed", "version": 3, "path": str(world.volume / "w1")})
-        error = await refused(world, wanted(world, version=version))
-        assert (error.code, error.status) == ("VersionNotNewer", 409)
-        assert "the next one is 4" in error.message
-        assert world.untouched
-
-    play(tmp_path, story)
-
-
-def test_a_missing_checkpoint_is_refused(tmp_path: Path) -> None:
-    async def story(world: World) -> None:
-        error = await refused(world, wanted(world, "absent"))
-        assert (error.code, error.status) == ("BadCheckpoint", 422)
-        assert "no such folder" in error.message
-        assert world.untouched
-
-    play(tmp_path, story)
-
-
-def test_a_checkpoint_of_another_shape_is_refused_with_the_tensors_named(tmp_path: Path) -> None:
-    async def story(world: World) -> None:
-        write_checkpoint(world.volume / "w2", [3, 3])
-        error = await refused(world, wanted(world, "w2"))
-        assert error.code == "BadCheckpoint"
-        assert error.details == ["weight: shape [3, 3], the model has [2, 3]"]
-        assert world.untouched
-
-    play(tmp_path, story)
-
-
-@pytest.mark.parametrize("path", ["/etc", "{volume}", "{volume}/", "{volume}/../m0", "w1", "{volume}-other/w1"])
-def test_a_path_outside_of_the_volume_is_refused(tmp_path: Path, path: str) -> None:
-    async def story(world: World) -> None:
-        error = await refused(world, UpdateWeights(path=path.format(volume=world.volume)))
-        assert (error.code, error.status) == ("PathOutsideVolume", 422)
-        assert world.untouched
-
-    play(tmp_path, story)
-
-
-def test_frozen_weights_are_refused(tmp_path: Path) -> None:
-    async def story(world: World) -> None:
-        world.change_server(updateWeights=False)
-        assert (await refused(world, wanted(world))).code == "Frozen"
-        assert world.untouched
-
-    play(tmp_path, story)
-
-
-def test_a_server_without_a_weights_volume_is_refused(tmp_path: Path) -> None:
-    async def story(world: World) -> None:
-        world.change_server(weights=None)
-        assert (await refused(world, wanted(world))).code == "NoWeightsVolume"
-        assert world.untouched
-
-    play(tmp_path, story)
-
-
-def test_weights_that_are_offloaded_cannot_be_updated(tmp_path: Path) -> None:
-    async def story(world: World) -> None:
-        world.change_training(memory={"phase": "Released", "tags": ["weights"], "engines": []})
-        assert (await refused(world, wanted(world))).code == "WeightsReleased"
-        assert world.untouched
-
-    play(tmp_path, story)
-
-
-def test_an_agent_that_does_not_lead_is_refused(tmp_path: Path) -> None:
-    async def story(world: World) -> None:
-        world.lose_the_lease()
-        error = await refused(world, wanted(world))
-        assert (error.code, error.status) == ("NotLeading", 409)
-        assert world.untouched
-
-    play(tmp_path, story)
-
-
-def test_without_an_engine_that_serves_there_is_nothing_to_update(tmp_path: Path) -> None:
-    async def story(world: World) -> None:
-        world.change_engine(0, phase="Stale")
-        assert (await refused(world, wanted(world))).code == "NoEngines"
-        assert world.untouched
-
-    play(tmp_path, story, engines=1)
 
 
 # Which engines take part

@@ -59,6 +59,7 @@ class Cluster:
 
     async def get(self, resource: Resource, name: str, *, namespace: str | None = None) -> Object:
         assert namespace == "rl"
+        await asyncio.sleep(0)  # others come in between, as they do over a network
         if (resource.plural, name) not in self.objects:
             raise NotFound(f"{resource.plural} {name} not found", status=404)
         return self.seen(resource.plural, name)
@@ -83,6 +84,7 @@ class Cluster:
         subresource: str | None = None,
     ) -> Object:
         assert (resource.plural, subresource, field_manager) == ("rolloutservers", "status", "rolloutfleet-agent")
+        await asyncio.sleep(0)
         if self.before_apply:
             self.before_apply.pop(0)()
         self._check(resource, manifest)
@@ -285,3 +287,19 @@ def write_checkpoint(folder: Path, shape: list[int], *, name: str = "weight") ->
     header = json.dumps({name: {"dtype": "BF16", "shape": shape, "data_offsets": [0, size]}}).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
     return folder
+
+
+def answer(tokens: list[int], *, version: str = "0", kind: str = "length", **meta: Any) -> dict[str, Any]:
+    """As SGLang answers /generate with return_logprob."""
+    return {
+        "text": "",
+        "meta_info": {
+            "finish_reason": {"type": kind, **meta.pop("finish", {})},
+            "output_token_logprobs": [[-0.5 * token, token, None] for token in tokens],
+            "weight_version": version,
+            **meta,
+        },
+    }
+
+
+ABORT = answer([9], kind="abort", finish={"message": "aborted by a pause"})

@@ -243,11 +243,11 @@ def test_the_agent_satisfies_the_restricted_pod_security_standard() -> None:
 
 
 def test_the_agent_follows_the_pods_user_unless_that_is_root() -> None:
-    arbitrary = {"runAsNonRoot": True, "runAsUser": 1000650000, "fsGroup": 1000650000}
+    arbitrary = {"runAsUser": 1000650000, "fsGroup": 1000650000}
     injected = inject(pod(securityContext=arbitrary), agent_image=IMAGE)
     assert "runAsUser" not in agent_of(injected)["securityContext"]
     assert injected["spec"]["securityContext"] == arbitrary
-    for context in ({"runAsUser": 0}, {"fsGroup": 7}, None):
+    for context in ({"runAsUser": 0}, {"runAsNonRoot": True}, None):
         agent = agent_of(inject(pod(securityContext=context), agent_image=IMAGE))
         assert agent["securityContext"]["runAsUser"] == AGENT_USER
 

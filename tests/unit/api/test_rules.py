@@ -1,0 +1,126 @@
+"""Every CEL rule says what a few lines of Python say, on objects that hypothesis makes up.
+
+The rules are taken from the generated schemas, so a rule without a twin here fails. That the API server takes them,
+and what it answers, is in tests/e2e/test_crds.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import cel
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rolloutfleet.api.common import OWNED_ENGINE_ARGS, OWNED_ROUTER_ARGS
+from rolloutfleet.api.crdgen import RESOURCES, structural_schema
+from rolloutfleet.api.names import DERIVED_NAME_BUDGET
+from rolloutfleet.api.schema import VALIDATIONS
+
+NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+FLAG = re.compile(r"[a-z][a-z0-9-]{0,62}")
+
+
+@dataclass(frozen=True)
+class Twin:
+    """`says` is what the rule whose message begins with `message` must say of any `self` among `objects`."""
+
+    message: str
+    objects: st.SearchStrategy[Any]
+    says: Callable[[Any], bool]
+
+
+def arguments(owned: tuple[str, ...]) -> st.SearchStrategy[dict[str, str]]:
+    """Flags of the operator, their abbreviations, longer ones, and others."""
+    name = st.sampled_from(owned)
+    abbreviated = st.builds(lambda flag, length: flag[: 1 + length % len(flag)], name, st.integers(0, 40))
+    longer = st.builds(lambda flag, tail: flag + tail, name, st.text("-abc", min_size=1, max_size=4))
+    other = st.text("abcxyz019-_A.\n", max_size=70) | st.sampled_from(("mem-fraction-static", "--port", "x" * 64))
+    return st.dictionaries(name | abbreviated | longer | other, st.just("1"), max_size=4)
+
+
+def no_owned(owned: tuple[str, ...]) -> Callable[[dict[str, str]], bool]:
+    return lambda chosen: not any(flag.startswith(key) for key in chosen for flag in owned)
+
+
+def keys_are_flags(chosen: dict[str, str]) -> bool:
+    return all(FLAG.fullmatch(key) for key in chosen)
+
+
+small = st.integers(1, 12)
+engines = st.fixed_dictionaries({"tensorParallel": small, "pipelineParallel": small, "nodes": small})
+backoffs = st.fixed_dictionaries({"initialSeconds": st.integers(1, 50), "maxSeconds": st.integers(1, 50)})
+group_names = st.text("abc", min_size=1, max_size=2) | st.text("ab", min_size=1, max_size=40)
+groups = st.lists(st.fixed_dictionaries({"name": group_names}), min_size=1, max_size=4)
+object_names = st.text("ab1-.", min_size=1, max_size=6) | st.text("ab", min_size=30, max_size=45)
+servers = st.fixed_dictionaries(
+    {
+        "metadata": st.fixed_dictionaries({"name": object_names}),
+        "spec": st.fixed_dictionaries({"groups": groups}),
+    }
+)
+
+
+def names_are_unique(spec: dict[str, Any]) -> bool:
+    return len({group["name"] for group in spec["groups"]}) == len(spec["groups"])
+
+
+def derived_names_fit(server: dict[str, Any]) -> bool:
+    name = server["metadata"]["name"]
+    return all(len(f"{name}-{group['name']}") <= DERIVED_NAME_BUDGET for group in server["spec"]["groups"])
+
+
+TWINS = (
+    Twin("engine.args: keys are flags", arguments(OWNED_ENGINE_ARGS), keys_are_flags),
+    Twin("engine.args: these flags", arguments(OWNED_ENGINE_ARGS), no_owned(OWNED_ENGINE_ARGS)),
+    Twin("router.args: keys are flags", arguments(OWNED_ROUTER_ARGS), keys_are_flags),
+    Twin("router.args: these flags", arguments(OWNED_ROUTER_ARGS), no_owned(OWNED_ROUTER_ARGS)),
+    Twin(
+        "engine.nodes: tensorParallel",
+        engines,
+        lambda engine: engine["tensorParallel"] * engine["pipelineParallel"] % engine["nodes"] == 0,
+    ),
+    Twin("engine.nodes: engines of more than one pod", engines, lambda engine: engine["nodes"] == 1),
+    Twin("backoff.initialSeconds", backoffs, lambda backoff: backoff["initialSeconds"] <= backoff["maxSeconds"]),
+    Twin("groups: every name", st.fixed_dictionaries({"groups": groups}), names_are_unique),
+    Twin("metadata.name: letters", servers, lambda server: NAME.fullmatch(server["metadata"]["name"]) is not None),
+    Twin("metadata.name: at most 40", servers, lambda server: len(server["metadata"]["name"]) <= 40),
+    Twin("spec.groups[].name: NAME-GROUP", servers, derived_names_fit),
+)
+
+
+def validations(node: Any) -> Iterator[dict[str, str]]:
+    if isinstance(node, dict):
+        yield from node.get(VALIDATIONS, [])
+        for child in node.values():
+            yield from validations(child)
+
+
+RULES = {rule["message"]: rule["rule"] for resource in RESOURCES for rule in validations(structural_schema(resource))}
+
+
+def test_every_rule_has_one_twin_and_every_twin_a_rule() -> None:
+    for message in RULES:
+        assert len([twin for twin in TWINS if message.startswith(twin.message)]) == 1, message
+    for twin in TWINS:
+        assert any(message.startswith(twin.message) for message in RULES), twin.message
+
+
+@pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.message)
+def test_a_rule_says_what_its_twin_says(twin: Twin) -> None:
+    program = cel.compile(next(rule for message, rule in RULES.items() if message.startswith(twin.message)))
+    said: set[bool] = set()
+
+    @settings(max_examples=200, deadline=None, derandomize=True, database=None)
+    @given(twin.objects)
+    def agree(value: Any) -> None:
+        expected = twin.says(value)
+        assert program.execute({"self": value}) is expected, value
+        said.add(expected)
+
+    agree()
+    assert said == {True, False}, "the made up objects never make a difference"
