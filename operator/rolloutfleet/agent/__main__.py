@@ -53,7 +53,7 @@ async def run(settings: Settings) -> None:
             sampler=Sampler(fleet=fleet, router=router),
         )
 
-    runner = web.AppRunner(application(roles), access_log=None)
+    runner = web.AppRunner(application(roles), access_log=None, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, settings.host, settings.port).start()
     logger.info("serving %s on %s:%d", settings.servers, settings.host, settings.port)

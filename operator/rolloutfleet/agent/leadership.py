@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 CONTEND_SECONDS = 2.0
 WRITE_ATTEMPTS = 8
+WRITE_PAUSE_SECONDS = 0.5
 
 
 class Leadership:
@@ -23,6 +24,8 @@ class Leadership:
         self._api = api
         self._namespace = namespace
         self._fleet = fleet
+        self.operations = asyncio.Lock()
+        """Held by an update, offload or onload: each writes the whole of status.training and pauses engines."""
         self.lease = LeaseHolder(api=api, namespace=namespace, name=trainer_name(fleet.name), identity=identity)
 
     async def run(self) -> None:
@@ -53,29 +56,41 @@ class Leadership:
         An apply has no condition of its own: resourceVersion makes sure that nobody with a higher fencing number
         wrote between our look and our write.
         """
+        trouble: kube.ApiError | None = None
         for _ in range(WRITE_ATTEMPTS):
             self.require()
-            fresh = await self._api.get(kube.ROLLOUT_SERVER, self._fleet.name, namespace=self._namespace)
-            written = RolloutServer.model_validate(fresh).status.training
-            if written is not None and written.fence > self.lease.fence:
-                raise conflict("Fenced", f"pod {written.holder} has taken over RolloutServer {self._fleet.name}")
-            stamped = training.model_copy(update={"holder": self.lease.holder, "fence": self.lease.fence})
-            manifest = {
-                "apiVersion": API_VERSION,
-                "kind": "RolloutServer",
-                "metadata": {
-                    "name": self._fleet.name,
-                    "namespace": self._namespace,
-                    "resourceVersion": fresh["metadata"]["resourceVersion"],
-                },
-                "status": {"training": stamped.dump()},
-            }
             try:
-                applied = await self._api.apply(
-                    kube.ROLLOUT_SERVER, manifest, field_manager=AGENT_MANAGER, force=True, subresource="status"
-                )
+                await self._write_once(training)
+                return
             except kube.Conflict:
                 continue  # the operator wrote its part meanwhile
-            self._fleet.server = RolloutServer.model_validate(applied)
-            return
+            except (kube.NotFound, kube.Forbidden, kube.Invalid):
+                raise
+            except kube.ApiError as error:
+                # Looked at anew and applied anew, the same write is safe to repeat; a fleet may be paused meanwhile.
+                trouble = error
+                await asyncio.sleep(WRITE_PAUSE_SECONDS)
+        if trouble is not None:
+            raise trouble
         raise conflict("Busy", f"status of RolloutServer {self._fleet.name} changes faster than it can be written")
+
+    async def _write_once(self, training: TrainingStatus) -> None:
+        fresh = await self._api.get(kube.ROLLOUT_SERVER, self._fleet.name, namespace=self._namespace)
+        written = RolloutServer.model_validate(fresh).status.training
+        if written is not None and written.fence > self.lease.fence:
+            raise conflict("Fenced", f"pod {written.holder} has taken over RolloutServer {self._fleet.name}")
+        stamped = training.model_copy(update={"holder": self.lease.holder, "fence": self.lease.fence})
+        manifest = {
+            "apiVersion": API_VERSION,
+            "kind": "RolloutServer",
+            "metadata": {
+                "name": self._fleet.name,
+                "namespace": self._namespace,
+                "resourceVersion": fresh["metadata"]["resourceVersion"],
+            },
+            "status": {"training": stamped.dump()},
+        }
+        applied = await self._api.apply(
+            kube.ROLLOUT_SERVER, manifest, field_manager=AGENT_MANAGER, force=True, subresource="status"
+        )
+        self._fleet.server = RolloutServer.model_validate(applied)

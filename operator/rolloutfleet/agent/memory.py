@@ -34,7 +34,7 @@ class Memory:
         self._fleet = fleet
         self._leadership = leadership
         self._engine = engine
-        self._lock = asyncio.Lock()
+        self._lock = leadership.operations
 
     async def offload(self, request: MemoryRequest) -> MemoryResult:
         """Pause, wait until idle, release. Tags that are released already are left alone."""
@@ -111,7 +111,12 @@ class Memory:
                 )
 
     def _memory(self) -> TrainingMemory:
-        return self._fleet.training.memory or TrainingMemory(phase="Resident")
+        """What is released. An operation that was interrupted (nobody runs one now) left engines that nobody can know:
+        the operator replaces them, and their successors have released nothing."""
+        memory = self._fleet.training.memory
+        if memory is None or memory.phase in ("Releasing", "Resuming"):
+            return TrainingMemory(phase="Resident")
+        return memory
 
     def _engines(self, memory: TrainingMemory) -> list[EngineStatus]:
         held = set(memory.engines)

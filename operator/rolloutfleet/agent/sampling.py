@@ -7,6 +7,7 @@ never committed gets through, that each sample is delivered once, and that one b
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
 from collections.abc import Callable
@@ -60,7 +61,6 @@ class Sampler:
     async def _sample(self, router: RouterClient, prompt: list[int], request: Generate, deadline: float) -> Sample:
         started, attempts, pause, error = time.monotonic(), 0, FIRST_PAUSE_SECONDS, "no attempt was made"
         while (left := deadline - time.monotonic()) > 0:
-            attempts += 1
             payload = {
                 # Fresh and of one length: SGLang aborts by prefix, and refuses an id that still runs.
                 "rid": uuid.uuid4().hex,
@@ -72,6 +72,10 @@ class Sampler:
             try:
                 await self._take_slot()
                 try:
+                    left = deadline - time.monotonic()  # anew: the slot may have been waited for
+                    if left <= 0:
+                        break
+                    attempts += 1
                     answer = await router.generate(payload, seconds=left)
                 finally:
                     await self._free_slot()
@@ -113,10 +117,21 @@ class Sampler:
 
 def sample_of(answer: dict[str, Any], *, attempts: int, seconds: float) -> Sample:
     """From SGLang's answer to /generate. Raises ValueError when it is not what an engine with our weights says."""
+    try:
+        return _sample_of(answer, attempts=attempts, seconds=seconds)
+    except (TypeError, AttributeError, KeyError, IndexError) as error:
+        raise ValueError(f"not an answer of SGLang: {type(error).__name__} {error}") from error
+
+
+def _sample_of(answer: dict[str, Any], *, attempts: int, seconds: float) -> Sample:
     meta = answer.get("meta_info") or {}
     entries = meta.get("output_token_logprobs") or []
     tokens = [int(entry[1]) for entry in entries]
     log_probs = [float(entry[0]) for entry in entries]
+    if not all(map(math.isfinite, log_probs)):
+        raise ValueError("a log probability is not finite")
+    if not tokens and meta.get("completion_tokens"):
+        raise ValueError(f"{meta['completion_tokens']} tokens without log probabilities")
     finish = meta.get("finish_reason") or {}
     kind = finish.get("type")
     status = {"stop": "completed", "length": "truncated", "abort": "aborted"}.get(str(kind))

@@ -42,12 +42,15 @@ class Updater:
         self._fleet = fleet
         self._leadership = leadership
         self._engine = engine
-        self._lock = asyncio.Lock()
+        self._lock = leadership.operations
 
     async def update(self, request: UpdateWeights) -> UpdateResult:
         """Raises AgentError: nothing was paused, or the fleet was resumed and no version was committed."""
         if self._lock.locked():
-            raise conflict("UpdateInProgress", f"an update of {self._fleet.name} is running; wait for its answer")
+            raise conflict(
+                "UpdateInProgress",
+                f"an update, offload or onload of {self._fleet.name} is running; wait for its answer",
+            )
         return await asyncio.shield(asyncio.ensure_future(self._alone(request)))
 
     async def _alone(self, request: UpdateWeights) -> UpdateResult:

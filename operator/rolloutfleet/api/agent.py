@@ -19,6 +19,12 @@ class Wire(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class Told(BaseModel):
+    """An answer. Unknown fields are ignored: the trainer's library may be older than the agent beside it."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
 class FleetState(StrEnum):
     WAITING_FOR_SERVER = "WaitingForServer"
     """No RolloutServer of that name yet; the agent connects when it appears."""
@@ -29,7 +35,7 @@ class FleetState(StrEnum):
     CONNECTED = "Connected"
 
 
-class EngineView(Wire):
+class EngineView(Told):
     name: str
     """Pod of rank 0."""
     group: str
@@ -40,7 +46,7 @@ class EngineView(Wire):
     weight_version: int | None
 
 
-class FleetView(Wire):
+class FleetView(Told):
     """GET /v1/servers/{role}"""
 
     role: str
@@ -70,7 +76,7 @@ class UpdateWeights(Wire):
     timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 300.0
 
 
-class UpdateResult(Wire):
+class UpdateResult(Told):
     version: int
     """Committed now."""
     committed: bool
@@ -87,7 +93,7 @@ class MemoryRequest(Wire):
     timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 120.0
 
 
-class MemoryResult(Wire):
+class MemoryResult(Told):
     released: list[MemoryTag]
     """Tags that are released now."""
     engines: list[str]
@@ -163,7 +169,7 @@ class Generate(Wire):
     timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 600.0
 
 
-class VersionSpan(Wire):
+class VersionSpan(Told):
     """Response tokens [start, end) were sampled by this weight version."""
 
     version: int
@@ -171,7 +177,7 @@ class VersionSpan(Wire):
     end: int
 
 
-class Sample(Wire):
+class Sample(Told):
     tokens: list[int]
     """Response tokens."""
     log_probs: list[float]
@@ -184,22 +190,22 @@ class Sample(Wire):
     seconds: float
 
 
-class SampleGroup(Wire):
+class SampleGroup(Told):
     prompt: list[int]
     samples: list[Sample]
 
 
-class Generated(Wire):
+class Generated(Told):
     groups: list[SampleGroup]
     """In the order of the prompts."""
     seconds: float
 
 
-class ErrorBody(Wire):
+class ErrorBody(Told):
     code: str
     message: str
     details: list[str] = []
 
 
-class ErrorAnswer(Wire):
+class ErrorAnswer(Told):
     error: ErrorBody

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for document in yaml.safe_load_all(text)
             if document is not None
         ]
-    except (OSError, yaml.YAMLError, InjectionError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, InjectionError) as error:
         print(f"rolloutfleet inject: {error}", file=sys.stderr)
         return 2
     yaml.safe_dump_all(documents, sys.stdout, sort_keys=False)
@@ -36,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def inject_manifest(manifest: Mapping[str, Any], *, agent_image: str) -> dict[str, Any]:
     """A pod, or anything that holds a pod template (Job, CronJob, Deployment, custom resources, List)."""
+    if not isinstance(manifest, Mapping):
+        raise InjectionError(f"{str(manifest)[:80]!r}: not a Kubernetes manifest")
     if manifest.get("kind") == "Pod":
         return inject(manifest, agent_image=agent_image)
     return {key: _inside(key, value, agent_image) for key, value in manifest.items()}

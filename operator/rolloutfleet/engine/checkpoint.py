@@ -39,7 +39,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if index.exists():
         try:
             named = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index}: not a weight index: {error}") from error
         missing = sorted(named - {file.name for file in files})
         if missing:
@@ -49,14 +49,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
     shapes: dict[str, tuple[int, ...]] = {}
     total = 0
     for file in files:
-        for name, entry in _header(file).items():
-            if name != "__metadata__":
-                shapes[name] = tuple(int(size) for size in entry["shape"])
+        shapes |= _shapes(file)
         total += file.stat().st_size
     return Checkpoint(path=path, shapes=shapes, total_bytes=total)
 
 
-def _header(file: Path) -> dict[str, Any]:
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -66,10 +64,15 @@ def _header(file: Path) -> dict[str, Any]:
             header: dict[str, Any] = json.loads(stream.read(length))
         except ValueError as error:
             raise CheckpointError(f"{file}: its header is no JSON: {error}") from error
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    if 8 + length + max(ends, default=0) != size:
-        raise CheckpointError(f"{file}: {size} bytes, but its header speaks of {8 + length + max(ends, default=0)}")
-    return header
+    try:
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        shapes = {name: tuple(int(size) for size in entry["shape"]) for name, entry in tensors.items()}
+        end = 8 + length + max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file}: its header is not of safetensors: {type(error).__name__} {error}") from error
+    if end != size:
+        raise CheckpointError(f"{file}: {size} bytes, but its header speaks of {end}")
+    return shapes
 
 
 def differences(reference: Checkpoint, new: Checkpoint) -> list[str]:

@@ -42,6 +42,26 @@ class HttpPeer:
             f"{method} {target}: {response.status_code} {_reason(response)}", status=response.status_code
         )
 
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        seconds: float,
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """Like `_call`, for an answer that is a JSON object; anything else is a refusal."""
+        response = await self._call(method, path, seconds=seconds, body=body, headers=headers)
+        try:
+            answer = response.json()
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            text = response.text[:200]
+            raise EngineRefused(f"{method} {self.url}{path}: not a JSON object: {text}", status=response.status_code)
+        return answer
+
 
 def _reason(response: httpx.Response) -> str:
     """SGLang answers {"error": {"message"}}, {"error": text}, or {"success": false, "message": text}."""

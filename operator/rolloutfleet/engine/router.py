@@ -27,7 +27,7 @@ class Worker:
 class RouterClient(HttpPeer):
     async def list_workers(self) -> list[Worker]:
         """Registered workers; registrations that are pending or have failed are not among them."""
-        answer = (await self._call("GET", "/workers", seconds=TABLE_SECONDS)).json()
+        answer = await self._ask("GET", "/workers", seconds=TABLE_SECONDS)
         return [
             Worker(
                 id=str(worker["id"]),
@@ -54,6 +54,4 @@ class RouterClient(HttpPeer):
         self, payload: dict[str, Any], *, seconds: float, routing_key: str | None = None
     ) -> dict[str, Any]:
         headers = {"X-SMG-Routing-Key": routing_key} if routing_key else None
-        answer = await self._call("POST", "/generate", seconds=seconds, body=payload, headers=headers)
-        result: dict[str, Any] = answer.json()
-        return result
+        return await self._ask("POST", "/generate", seconds=seconds, body=payload, headers=headers)

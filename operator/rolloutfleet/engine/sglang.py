@@ -54,11 +54,11 @@ class EngineClient(HttpPeer):
         return True
 
     async def model_info(self) -> ModelInfo:
-        info = (await self._call("GET", "/model_info", seconds=FLAG_SECONDS)).json()
+        info = await self._ask("GET", "/model_info", seconds=FLAG_SECONDS)
         return ModelInfo(model_path=str(info.get("model_path", "")), weight_version=str(info.get("weight_version", "")))
 
     async def load(self) -> Load:
-        answer = (await self._call("GET", "/v1/loads?include=core", seconds=FLAG_SECONDS)).json()
+        answer = await self._ask("GET", "/v1/loads?include=core", seconds=FLAG_SECONDS)
         ranks = answer.get("loads") or []
         return Load(
             running=sum(int(rank.get("num_running_reqs", 0)) for rank in ranks),
@@ -67,7 +67,7 @@ class EngineClient(HttpPeer):
 
     async def checksum(self, *, seconds: float = CHECKSUM_SECONDS) -> str:
         """Digest of the weights as loaded, over all ranks: equal for equal weights in an equal parallel layout."""
-        answer = (await self._call("POST", "/weights_checker", seconds=seconds, body={"action": "checksum"})).json()
+        answer = await self._ask("POST", "/weights_checker", seconds=seconds, body={"action": "checksum"})
         digest = answer.get("per_engine_checksum")
         if not answer.get("success", True) or not digest:
             raise EngineRefused(f"{self.url}: no weights checksum: {answer.get('message')}", status=200)
@@ -95,7 +95,7 @@ class EngineClient(HttpPeer):
     ) -> None:
         """Load a checkpoint that the engine sees at `path`. A checkpoint of another shape kills the scheduler."""
         body = {"model_path": path, "weight_version": str(version), "flush_cache": flush_cache}
-        answer = (await self._call("POST", "/update_weights_from_disk", seconds=seconds, body=body)).json()
+        answer = await self._ask("POST", "/update_weights_from_disk", seconds=seconds, body=body)
         if not answer.get("success", False):
             raise EngineRefused(f"{self.url}: {path} not loaded: {answer.get('message')}", status=200)
 
@@ -108,5 +108,4 @@ class EngineClient(HttpPeer):
         await self._call("POST", "/resume_memory_occupation", seconds=seconds, body={"tags": list(tags)})
 
     async def generate(self, payload: dict[str, Any], *, seconds: float) -> dict[str, Any]:
-        answer: dict[str, Any] = (await self._call("POST", "/generate", seconds=seconds, body=payload)).json()
-        return answer
+        return await self._ask("POST", "/generate", seconds=seconds, body=payload)

@@ -134,7 +134,9 @@ class KubeApi:
                     text = (await response.aread()).decode(errors="replace")
                     raise error_from(response.status_code, _parsed(text), text)
                 async for line in response.aiter_lines():
-                    event = json.loads(line)
+                    event = _parsed(line)
+                    if not isinstance(event, dict):
+                        raise Unreachable(f"watch {path}: broken off within an event")
                     if event["type"] == "ERROR":
                         status = event["object"]
                         raise error_from(int(status.get("code") or 0), status, line)
@@ -220,10 +222,12 @@ class KubeApi:
             except httpx.HTTPError as error:
                 raise Unreachable(f"{method} {path}: {type(error).__name__} {error}") from error
             if response.status_code in _PERFORMED_NOT and attempt < ATTEMPTS:
-                await asyncio.sleep(min(float(response.headers.get("Retry-After") or 0.2 * 2**attempt), 10.0))
+                await asyncio.sleep(_pause(response.headers.get("Retry-After"), 0.2 * 2**attempt))
                 continue
             if response.is_success:
-                answer: Object = response.json()
+                answer = _parsed(response.text)
+                if not isinstance(answer, dict):
+                    raise ApiError(f"{method} {path}: not a JSON object: {response.text[:200]}")
                 return answer
             raise error_from(response.status_code, _parsed(response.text), response.text)
         raise AssertionError("unreachable")
@@ -231,6 +235,11 @@ class KubeApi:
 
 def _selectors(label: str | None, field: str | None) -> dict[str, str]:
     return ({"labelSelector": label} if label else {}) | ({"fieldSelector": field} if field else {})
+
+
+def _pause(retry_after: str | None, otherwise: float) -> float:
+    """Seconds; a date, which RFC 9110 allows as well, is not worth reading."""
+    return min(float(retry_after) if retry_after and retry_after.isdigit() else otherwise, 10.0)
 
 
 def _parsed(text: str) -> Any:

@@ -84,7 +84,9 @@ def ended(
     return None
 
 
-HARMLESS_ENDS = frozenset({"PodDeleted", "Evicted", "Preempting", "TerminationByKubelet", "NodeShutdown"})
+HARMLESS_ENDS = frozenset(
+    {"PodDeleted", "MemoryUnknown", "Evicted", "Preempting", "TerminationByKubelet", "NodeShutdown"}
+)
 """Ends that say nothing against the engine: the next life begins at once and no backoff grows."""
 
 

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from rolloutfleet.api.common import EnginePhase
-from rolloutfleet.api.server_group import EngineStatus, ServerGroup
+from rolloutfleet.api.server_group import EngineStatus, Failure, ServerGroup
 from rolloutfleet.plan.actions import Action, CreatePod, DeletePod
 from rolloutfleet.plan.engine_pod import engine_pod
 from rolloutfleet.plan.engines import (
@@ -64,7 +64,7 @@ def plan_group(group: ServerGroup, fleet: Fleet, training: Training, now: dateti
         if surplus and not (view.answering and view.listed):
             continue  # its record goes, and with it its pods
         view = replace(view, leaving=leaving)
-        engines.append(_next(view, group, revision, epochs, now))
+        engines.append(_next(view, group, revision, epochs, training, now))
 
     invalid, pod_actions = _pods(group, engines, pods, now)
     engines = [_with_phase(view, fleet, training, now, invalid) for view in engines]
@@ -147,10 +147,15 @@ def _serves(view: EngineView) -> bool:
     return view.answering and view.acknowledged and view.weights is Weights.CURRENT
 
 
-def _next(view: EngineView, group: ServerGroup, revision: str, epochs: _Epochs, now: datetime) -> EngineView:
+def _next(
+    view: EngineView, group: ServerGroup, revision: str, epochs: _Epochs, training: Training, now: datetime
+) -> EngineView:
     """The engine with the life that it should have: this one, or a new one."""
     record = view.record
     failure = ended(record, view.pod, group.spec.recovery, now, view.probe.answering)
+    if view.pod is not None and view.pod.name in training.ambiguous_pods:
+        text = "the trainer died while it released or resumed this engine's memory"
+        failure = failure or Failure(reason="MemoryUnknown", message=text, pod=view.pod.name)
     replaced = record.revision != revision and (
         not view.answering or (view.leaving and not view.listed and record.index < group.spec.replicas)
     )

@@ -61,8 +61,12 @@ def inject(pod: Mapping[str, Any], *, agent_image: str, pull_policy: str = "IfNo
     value = ((injected.get("metadata") or {}).get("annotations") or {}).get(ANNOTATION_ROLLOUT_SERVERS)
     if value is None:
         return injected
+    if not isinstance(value, str):
+        raise InjectionError(f"{ANNOTATION_ROLLOUT_SERVERS}: {value!r}: must be a text; for example actor=qwen")
     servers = parse_rollout_servers(value)
-    spec = injected.setdefault("spec", {})
+    spec = injected.get("spec")
+    if not isinstance(spec, dict):
+        raise InjectionError(f"spec: {spec!r}: must be a pod's spec")
     if _agent_present(spec):
         return injected
     _refuse_taken_names(spec)
@@ -73,7 +77,7 @@ def inject(pod: Mapping[str, Any], *, agent_image: str, pull_policy: str = "IfNo
     spec["initContainers"] = [agent, *(spec.get("initContainers") or [])]
     spec["volumes"] = [*(spec.get("volumes") or []), *_volumes()]
     for container in spec.get("containers") or []:
-        variables = container.setdefault("env", [])
+        variables = container["env"] = container.get("env") or []
         if all(variable.get("name") != URL_VARIABLE for variable in variables):
             variables.append({"name": URL_VARIABLE, "value": f"http://127.0.0.1:{AGENT_PORT}"})
     return injected

@@ -23,6 +23,9 @@ class Training:
     """When `held` ends by itself: the update's deadline or the end of the lease."""
     memory_held: frozenset[str]
     """Pods whose memory the trainer has released, whether it still lives or not."""
+    ambiguous_pods: frozenset[str]
+    """Pods whose memory a trainer was releasing or resuming when it died: nobody can know what they hold, and a second
+    call would kill them. They are replaced."""
     committed_pods: frozenset[str]
     """Pods that the agent verified at the committed version, by checksum."""
     distrusted_pods: frozenset[str]
@@ -39,9 +42,10 @@ def training_of(fleet: Fleet, now: datetime) -> Training:
     alive = fleet.lease.alive(now)
     deadline = parse_time(weights.deadline) if weights else None
     updating = weights is not None and weights.phase == WeightsPhase.UPDATING
-    # An update dies with its leader: the next one has another fencing number and holds nothing by it.
     ours = fleet.lease.fence == status.fence
+    # An update dies with its leader: the next one has another fencing number and holds nothing by it.
     update_held = updating and alive and ours and (deadline is None or now < deadline)
+    interrupted = memory is not None and memory.phase in ("Releasing", "Resuming") and not (alive and ours)
     memory_held = frozenset(memory.engines) if memory is not None and memory.phase != "Resident" else frozenset()
     ends = [end for end in (fleet.lease.expires_at, deadline if updating else None) if end is not None]
     held = update_held or (bool(memory_held) and alive)
@@ -52,6 +56,7 @@ def training_of(fleet: Fleet, now: datetime) -> Training:
         held=held,
         held_until=min(ends) if held and ends else None,
         memory_held=memory_held,
+        ambiguous_pods=frozenset(memory.engines) if memory is not None and interrupted else frozenset(),
         committed_pods=frozenset(
             verdict.pod
             for verdict in (weights.engines if weights and not updating else ())

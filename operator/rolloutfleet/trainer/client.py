@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import httpx
@@ -57,6 +58,14 @@ class NotReady(FleetError):
 
 class Refused(FleetError):
     pass
+
+
+@contextmanager
+def _bad_request_refused() -> Iterator[None]:
+    try:
+        yield
+    except ValidationError as error:
+        raise Refused(str(error), code="BadRequest") from error
 
 
 def connect(role: str = "actor", *, url: str | None = None) -> Fleet:
@@ -107,15 +116,13 @@ class Fleet:
         `sampling`: fields of SamplingParams, for example temperature, max_new_tokens. Samples that could not be
         finished within `timeout` seconds have status aborted, those that an engine refused have status failed.
         """
-        try:
+        with _bad_request_refused():
             request = Generate(
                 prompts=[list(prompt) for prompt in prompts],
                 n=n,
                 sampling_params=SamplingParams.model_validate(sampling),
                 timeout_seconds=timeout,
             )
-        except ValidationError as error:
-            raise Refused(str(error), code="BadRequest") from error
         path = f"/v1/servers/{self.role}/generate"
         return self._call("POST", path, Generated, body=request, seconds=timeout + GRACE_SECONDS).groups
 
@@ -127,7 +134,8 @@ class Fleet:
         When this returns, every engine that answers requests has these weights; engines that fell out are named in
         the result and brought up to date by the operator. Raises Refused: then the old version still serves.
         """
-        request = UpdateWeights(path=os.fspath(path), version=version, timeout_seconds=timeout)
+        with _bad_request_refused():
+            request = UpdateWeights(path=os.fspath(path), version=version, timeout_seconds=timeout)
         address = f"/v1/servers/{self.role}/update-weights"
         return self._call("POST", address, UpdateResult, body=request, seconds=timeout + GRACE_SECONDS)
 
@@ -140,9 +148,9 @@ class Fleet:
         return self._memory("onload", tags, timeout)
 
     def _memory(self, verb: str, tags: Sequence[MemoryTag], timeout: float) -> MemoryResult:
-        request = (
-            MemoryRequest(tags=list(tags), timeout_seconds=timeout) if tags else MemoryRequest(timeout_seconds=timeout)
-        )
+        named = {"tags": list(tags)} if tags else {}
+        with _bad_request_refused():
+            request = MemoryRequest.model_validate({**named, "timeout_seconds": timeout})
         path = f"/v1/servers/{self.role}/{verb}"
         return self._call("POST", path, MemoryResult, body=request, seconds=timeout + GRACE_SECONDS)
 
@@ -168,7 +176,10 @@ class Fleet:
                 code="AgentUnreachable",
             ) from error
         if response.is_success:
-            return answer.model_validate_json(response.content)
+            try:
+                return answer.model_validate_json(response.content)
+            except ValidationError as error:
+                raise Refused(f"{method} {path}: not the agent's answer: {error}", code="Http") from error
         try:
             told = ErrorAnswer.model_validate_json(response.content).error
         except ValidationError:

@@ -176,6 +176,21 @@ def test_an_update_of_a_dead_leader_is_not_held_by_the_next_one() -> None:
     assert {e["phase"] for e in world.group_status()["engines"]} == {"Serving"}
 
 
+def test_engines_whose_memory_a_dead_trainer_left_half_released_are_replaced() -> None:
+    world = serving_world(replicas=2)
+    half, whole = world.engine_names()
+    memory = {"phase": "Resuming", "tags": ["weights"], "engines": [half]}
+    world.server["status"]["training"] = {"holder": "trainer", "fence": 1, "memory": memory}
+    world.lease = LeaseView(holder="trainer", fence=1, expires_at=world.now + timedelta(hours=1))
+    world.settle(patient=False)
+    assert world.engine_names() == [half, whole], "its trainer lives: hands off"
+    world.lease = LeaseView(holder="other", fence=2, expires_at=world.now + timedelta(hours=1))
+    world.settle()
+    assert half not in world.pods
+    assert whole in world.pods
+    assert len(world.listed()) == 2
+
+
 def test_engines_that_die_at_start_wait_longer_each_time_and_heal_when_the_spec_is_corrected() -> None:
     world = World(rollout_server(replicas=1))
     pauses = []
