@@ -17,9 +17,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from e2e.fleets import trainer_pod
-from e2e.support import Kubectl, KubectlError, eventually
+from e2e.support import Kubectl, KubectlError, eventually, remove_namespace
 
-NAMESPACE_DELETION_SECONDS = 120.0
+# Kubernetes looks again at a namespace with pods after half of their longest grace period: 100 s for a router's 200.
+NAMESPACE_DELETION_SECONDS = 240.0
 FAILED = pytest.StashKey[bool]()
 
 
@@ -98,7 +99,7 @@ def namespace(kubectl: Kubectl, vanishing_namespaces: list[str], request: pytest
         if request.node.stash.get(FAILED, False):
             _print_contents(kubectl.within(name))
     finally:
-        kubectl("delete", "namespace", name, "--wait=false")
+        remove_namespace(kubectl, name)
         vanishing_namespaces.append(name)
 
 

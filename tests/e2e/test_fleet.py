@@ -25,7 +25,7 @@ from e2e.fleets import (
     signal_engine,
     trainer_pod,
 )
-from e2e.support import Kubectl, KubectlError, eventually
+from e2e.support import Kubectl, KubectlError, eventually, remove_namespace
 
 GROUP = "qwen-main"
 PROMPTS = [[1, 2, 3], [7, 8, 9, 10]]
@@ -39,10 +39,7 @@ def space(kubectl: Kubectl, operator: None, vanishing_namespaces: list[str]) -> 
     inside = kubectl.within(name)
     inside("create", "serviceaccount", "trainer")
     yield inside
-    # Namespace deletion waits for half of the longest grace period of its pods (a router's): remove them first.
-    inside("delete", "rolloutservers,pods", "--all", "--wait=false")
-    inside("delete", "pods", "--all", "--force", "--grace-period=0")
-    kubectl("delete", "namespace", name, "--wait=false")
+    remove_namespace(kubectl, name)
     vanishing_namespaces.append(name)
 
 
