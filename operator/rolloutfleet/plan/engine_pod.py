@@ -128,6 +128,9 @@ def _pod_spec(group: ServerGroup) -> dict[str, Any]:
                     {"name": "HOME", "value": CACHE_PATH},
                     {"name": "XDG_CACHE_HOME", "value": CACHE_PATH},
                     {"name": "TRITON_CACHE_DIR", "value": f"{CACHE_PATH}/triton"},
+                    # The router registers through /health. With a generation in it, a paused engine would not answer,
+                    # and SGLang would then call itself unhealthy for good (measured, 0.5.23).
+                    {"name": "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "value": "0"},
                     # Expandable segments break the memory saver, and NCCL settings must agree with the trainer's.
                     {"name": "NCCL_CUMEM_ENABLE", "value": "0"},
                 ],
