@@ -100,7 +100,7 @@ class EngineClient(HttpPeer):
             raise EngineRefused(f"{self.url}: {path} not loaded: {answer.get('message')}", status=200)
 
     async def release_memory(self, tags: Sequence[MemoryTag], *, seconds: float = CONTROL_SECONDS) -> None:
-        """Only on an idle engine: otherwise the scheduler dies. Never repeated: what a second call does is not defined."""
+        """Only on an idle engine: otherwise the scheduler dies. A second call is undefined: never repeat it."""
         await self._call("POST", "/release_memory_occupation", seconds=seconds, body={"tags": list(tags)})
 
     async def resume_memory(self, tags: Sequence[MemoryTag], *, seconds: float = CONTROL_SECONDS) -> None:
