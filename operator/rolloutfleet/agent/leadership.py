@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from rolloutfleet.agent.errors import conflict
 from rolloutfleet.agent.membership import Fleet
@@ -13,6 +15,8 @@ from rolloutfleet.kube import client as kube
 from rolloutfleet.kube.lease import HeldBy, LeaseHolder
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 CONTEND_SECONDS = 2.0
 WRITE_ATTEMPTS = 8
@@ -42,6 +46,15 @@ class Leadership:
                 except kube.ApiError as error:
                     logger.warning("lease of %s: %s", self._fleet.name, error)
             await asyncio.sleep(CONTEND_SECONDS)
+
+    async def alone(self, operation: Coroutine[Any, Any, Result]) -> Result:
+        """One operation on the fleet at a time, each in a task of its own: it ends even if the caller goes away."""
+
+        async def locked() -> Result:
+            async with self.operations:
+                return await operation
+
+        return await asyncio.shield(asyncio.ensure_future(locked()))
 
     def require(self) -> None:
         """Raises AgentError (409) unless this agent leads, for certain."""

@@ -18,6 +18,7 @@ from rolloutfleet.api.names import server_group_name
 from rolloutfleet.api.rollout_server import GroupChecksum, RolloutServer, TrainingStatus
 from rolloutfleet.api.server_group import EngineStatus, ServerGroup
 from rolloutfleet.kube import client as kube
+from rolloutfleet.kube.events import event_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -89,27 +90,23 @@ class Fleet:
         first, self._announced = self._announced is None, self.state
         if first and self.state is FleetState.CONNECTED:
             return
-        now = datetime.now(UTC)
         connected = self.state is FleetState.CONNECTED
-        event = {
-            "apiVersion": "events.k8s.io/v1",
-            "kind": "Event",
-            "metadata": {"generateName": f"{self._pod_name}-", "namespace": self._namespace},
-            "eventTime": now.strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
-            "type": "Normal" if connected else "Warning",
-            "reason": f"RolloutServer{self.state.value}",
-            "note": (self.message or f"connected to RolloutServer {self.name}")[:1024],
-            "action": "Connect",
-            "reportingController": "rolloutfleet.dev/agent",
-            "reportingInstance": self._pod_name,
-            "regarding": {
+        event = event_manifest(
+            regarding={
                 "apiVersion": "v1",
                 "kind": "Pod",
                 "name": self._pod_name,
                 "namespace": self._namespace,
                 "uid": self._pod_uid,
             },
-        }
+            warning=not connected,
+            reason=f"RolloutServer{self.state.value}",
+            note=self.message or f"connected to RolloutServer {self.name}",
+            action="Connect",
+            controller="rolloutfleet.dev/agent",
+            instance=self._pod_name,
+            now=datetime.now(UTC),
+        )
         try:
             await self._api.create(kube.EVENT, event)
         except kube.ApiError as error:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
 
 from rolloutfleet.agent.errors import conflict, unavailable
 from rolloutfleet.agent.leadership import Leadership
@@ -34,19 +33,14 @@ class Memory:
         self._fleet = fleet
         self._leadership = leadership
         self._engine = engine
-        self._lock = leadership.operations
 
     async def offload(self, request: MemoryRequest) -> MemoryResult:
         """Pause, wait until idle, release. Tags that are released already are left alone."""
-        return await asyncio.shield(asyncio.ensure_future(self._alone(self._offload(request))))
+        return await self._leadership.alone(self._offload(request))
 
     async def onload(self, request: MemoryRequest) -> MemoryResult:
         """Resume tags; generation continues when all are resident. Tags that are resident are left alone."""
-        return await asyncio.shield(asyncio.ensure_future(self._alone(self._onload(request))))
-
-    async def _alone(self, operation: Coroutine[Any, Any, MemoryResult]) -> MemoryResult:
-        async with self._lock:  # held by the task, not by the caller who may go away
-            return await operation
+        return await self._leadership.alone(self._onload(request))
 
     async def _offload(self, request: MemoryRequest) -> MemoryResult:
         started = time.monotonic()

@@ -42,24 +42,19 @@ class Updater:
         self._fleet = fleet
         self._leadership = leadership
         self._engine = engine
-        self._lock = leadership.operations
 
     async def update(self, request: UpdateWeights) -> UpdateResult:
         """Raises AgentError: nothing was paused, or the fleet was resumed and no version was committed."""
-        if self._lock.locked():
+        if self._leadership.operations.locked():
             raise conflict(
                 "UpdateInProgress",
                 f"an update, offload or onload of {self._fleet.name} is running; wait for its answer",
             )
-        return await asyncio.shield(asyncio.ensure_future(self._alone(request)))
-
-    async def _alone(self, request: UpdateWeights) -> UpdateResult:
-        async with self._lock:  # held by the task, not by the caller who may go away
-            return await self._transaction(request)
+        return await self._leadership.alone(self._transaction(request))
 
     async def finish(self) -> None:
         """Wait for a running transaction: at shutdown a fleet must not be left paused."""
-        async with self._lock:
+        async with self._leadership.operations:
             return
 
     async def _transaction(self, request: UpdateWeights) -> UpdateResult:

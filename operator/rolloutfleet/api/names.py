@@ -14,7 +14,6 @@ OPERATOR_MANAGER = "rolloutfleet-operator"
 AGENT_MANAGER = "rolloutfleet-agent"
 
 LABEL_SERVER = f"{GROUP}/server"
-LABEL_SERVER_UID = f"{GROUP}/server-uid"
 LABEL_COMPONENT = f"{GROUP}/component"
 LABEL_GROUP = f"{GROUP}/group"
 LABEL_GROUP_UID = f"{GROUP}/group-uid"

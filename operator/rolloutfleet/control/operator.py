@@ -21,7 +21,7 @@ from rolloutfleet.api.names import COMPONENT_TRAINER, LABEL_COMPONENT, LABEL_MAN
 from rolloutfleet.control.executor import Executor
 from rolloutfleet.control.probes import Prober
 from rolloutfleet.control.reconcile import Reconciler
-from rolloutfleet.control.store import FleetKey, FleetStore
+from rolloutfleet.control.store import FleetKey, FleetStore, component_of
 from rolloutfleet.control.trainers import TrainerPods
 from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.engine.sglang import EngineClient
@@ -141,7 +141,7 @@ class Operator:
 
     def saw(self, kind: str, kind_of_event: str | None, body: dict[str, Any]) -> None:
         """A watch event, or an object of kopf's first list (`kind_of_event` None)."""
-        if kind == "Pod" and (body["metadata"].get("labels") or {}).get(LABEL_COMPONENT) == COMPONENT_TRAINER:
+        if kind == "Pod" and component_of(body) == COMPONENT_TRAINER:
             self._trainers.saw(body, deleted=kind_of_event == "DELETED")
             return
         key = self.store.remove(kind, body) if kind_of_event == "DELETED" else self.store.upsert(kind, body)

@@ -18,6 +18,7 @@ from rolloutfleet.api.names import COMPONENT_ENGINE, COMPONENT_ROUTER, LABEL_COM
 from rolloutfleet.api.rollout_server import RolloutServer
 from rolloutfleet.api.server_group import ServerGroup
 from rolloutfleet.plan.failures import Trouble
+from rolloutfleet.plan.objects import CHILD_KINDS
 from rolloutfleet.plan.observed import EngineProbe, Fleet, LeaseView, engine_pod, router_pod
 
 logger = logging.getLogger(__name__)
@@ -26,9 +27,6 @@ logger = logging.getLogger(__name__)
 class FleetKey(NamedTuple):
     namespace: str
     name: str
-
-
-CHILD_KINDS = ("ServerGroup", "Deployment", "Service", "Role", "RoleBinding", "Lease")
 
 
 @dataclass
@@ -140,7 +138,7 @@ class FleetStore:
             (key, pod)
             for key in self._fleets
             for pod in self._objects(key, "Pod").values()
-            if (pod["metadata"].get("labels") or {}).get(LABEL_COMPONENT) == component
+            if component_of(pod) == component
         ]
 
     def fleet(self, key: FleetKey) -> Fleet | None:
@@ -160,7 +158,7 @@ class FleetStore:
             groups=tuple(
                 sorted((_group(child) for child in owned["ServerGroup"]), key=lambda group: group.metadata["name"])
             ),
-            engine_pods=tuple(engine_pod(pod) for pod in pods if _component(pod) == COMPONENT_ENGINE),
+            engine_pods=tuple(engine_pod(pod) for pod in pods if component_of(pod) == COMPONENT_ENGINE),
             router_pods=tuple(
                 router_pod(
                     pod,
@@ -170,7 +168,7 @@ class FleetStore:
                     ),
                 )
                 for pod in pods
-                if _component(pod) == COMPONENT_ROUTER and not pod["metadata"].get("deletionTimestamp")
+                if component_of(pod) == COMPONENT_ROUTER and not pod["metadata"].get("deletionTimestamp")
             ),
             probes=self.probes,
             busy=self.busy,
@@ -205,7 +203,7 @@ def _group(body: Mapping[str, Any]) -> ServerGroup:
         return ServerGroup.model_validate({**body, "status": {}})
 
 
-def _component(pod: Mapping[str, Any]) -> str:
+def component_of(pod: Mapping[str, Any]) -> str:
     return str((pod["metadata"].get("labels") or {}).get(LABEL_COMPONENT, ""))
 
 

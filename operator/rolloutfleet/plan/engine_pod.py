@@ -6,7 +6,6 @@ from typing import Any
 
 from rolloutfleet.api.names import (
     ANNOTATION_REVISION,
-    API_VERSION,
     COMPONENT_ENGINE,
     ENGINE_CONTAINER,
     ENGINE_PORT,
@@ -24,6 +23,7 @@ from rolloutfleet.api.names import (
 )
 from rolloutfleet.api.server_group import ServerGroup
 from rolloutfleet.plan.engine_args import engine_arguments
+from rolloutfleet.plan.objects import owner_reference
 from rolloutfleet.plan.overlay import OverlayError, merge
 from rolloutfleet.plan.revision import group_revision
 
@@ -76,17 +76,6 @@ def engine_pod(group: ServerGroup, *, index: int, epoch: int, rank: int = 0) -> 
             "ownerReferences": [owner_reference(group)],
         },
         "spec": template["spec"],
-    }
-
-
-def owner_reference(owner: ServerGroup) -> dict[str, Any]:
-    return {
-        "apiVersion": API_VERSION,
-        "kind": "ServerGroup",
-        "name": owner.name,
-        "uid": owner.uid,
-        "controller": True,
-        "blockOwnerDeletion": True,
     }
 
 

@@ -34,7 +34,6 @@ class GroupPlan:
     """What becomes of a group: its engines as they will stand in status, and its pods."""
 
     group: ServerGroup
-    revision: str
     engines: tuple[EngineView, ...]
     last_epoch: int
     measured: Mapping[str, Any]
@@ -70,7 +69,6 @@ def plan_group(group: ServerGroup, fleet: Fleet, training: Training, now: dateti
     engines = [_with_phase(view, fleet, training, now, invalid) for view in engines]
     return GroupPlan(
         group=group,
-        revision=revision,
         engines=tuple(engines),
         last_epoch=epochs.last,
         measured=measured,

@@ -24,6 +24,7 @@ from rolloutfleet.api.names import (
     trainer_name,
 )
 from rolloutfleet.api.rollout_server import GroupSpec, RolloutServer
+from rolloutfleet.api.schema import Resource
 from rolloutfleet.api.server_group import ServerGroupSpec
 from rolloutfleet.plan.actions import Action, Apply, DeleteObject
 from rolloutfleet.plan.engine_args import router_arguments
@@ -107,16 +108,18 @@ def _metadata(server: RolloutServer, name: str, **labels: str) -> dict[str, Any]
         "name": name,
         "namespace": server.namespace,
         "labels": {LABEL_SERVER: server.name, LABEL_MANAGED_BY: MANAGED_BY, **labels},
-        "ownerReferences": [
-            {
-                "apiVersion": API_VERSION,
-                "kind": "RolloutServer",
-                "name": server.name,
-                "uid": server.uid,
-                "controller": True,
-                "blockOwnerDeletion": True,
-            }
-        ],
+        "ownerReferences": [owner_reference(server)],
+    }
+
+
+def owner_reference(owner: Resource) -> dict[str, Any]:
+    return {
+        "apiVersion": API_VERSION,
+        "kind": owner.kind_info.name,
+        "name": owner.name,
+        "uid": owner.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
     }
 
 

@@ -49,6 +49,7 @@ def training_of(fleet: Fleet, now: datetime) -> Training:
     memory_held = frozenset(memory.engines) if memory is not None and memory.phase != "Resident" else frozenset()
     ends = [end for end in (fleet.lease.expires_at, deadline if updating else None) if end is not None]
     held = update_held or (bool(memory_held) and alive)
+    verdicts = weights.engines if weights and not updating else ()
     version = weights.version if weights else INITIAL_WEIGHT_VERSION
     return Training(
         version=version,
@@ -57,16 +58,8 @@ def training_of(fleet: Fleet, now: datetime) -> Training:
         held_until=min(ends) if held and ends else None,
         memory_held=memory_held,
         ambiguous_pods=frozenset(memory.engines) if memory is not None and interrupted else frozenset(),
-        committed_pods=frozenset(
-            verdict.pod
-            for verdict in (weights.engines if weights and not updating else ())
-            if verdict.outcome == "Committed"
-        ),
-        distrusted_pods=frozenset(
-            verdict.pod
-            for verdict in (weights.engines if weights and not updating else ())
-            if verdict.outcome != "Committed"
-        ),
+        committed_pods=frozenset(verdict.pod for verdict in verdicts if verdict.outcome == "Committed"),
+        distrusted_pods=frozenset(verdict.pod for verdict in verdicts if verdict.outcome != "Committed"),
         checksums={(entry.group, entry.revision): entry.checksum for entry in weights.checksums} if weights else {},
         key=f"{weights.transaction if weights else 0}/{'held' if update_held else 'free'}",
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,24 +25,13 @@ from rolloutfleet.kube.errors import ApiError, Unreachable
 from rolloutfleet.plan.injection import inject
 from rolloutfleet.trainer.client import Fleet, FleetError, Refused
 from unit.agent.test_sampling import request, with_router
-from unit.agent.world import World, answer, fleet_on_loopback
+from unit.agent.world import World, answer, play
 from unit.engine.stand_in import StandIn
 from unit.engine.test_checkpoint import write_shard
 from unit.engine.test_clients import ask_engine
 from unit.injection.test_injection import pod
 from unit.kube.test_client import Server, ask, watched
 from unit.trainer.test_client import VIEW, Agent, agent, fleet  # noqa: F401
-
-Story = Callable[[World], Awaitable[None]]
-
-
-def play(tmp_path: Path, story: Story, *, engines: int = 2) -> None:
-    async def scenario() -> None:
-        async with fleet_on_loopback(tmp_path, engines) as world:
-            await story(world)
-
-    asyncio.run(scenario())
-
 
 # 1. test_updates.py
 
@@ -70,7 +58,7 @@ def test_an_offload_waits_for_a_running_update(tmp_path: Path) -> None:
         assert memory.engines == [engine.pod for engine in world.engines]
         assert all(engine.paused and engine.released for engine in world.engines)
 
-    play(tmp_path, story)
+    play(tmp_path, story, engines=2)
 
 
 # 2. test_updates.py
@@ -93,7 +81,7 @@ def test_a_commit_that_the_api_server_does_not_take_at_once_is_written_again(
         assert (await world.updater.update(UpdateWeights(path=str(world.volume / "w1")))).committed
         assert [engine.paused for engine in world.engines] == [False, False]
 
-    play(tmp_path, story)
+    play(tmp_path, story, engines=2)
 
 
 # 3. test_clients.py, test_updates.py
@@ -111,7 +99,7 @@ def test_an_engine_that_answers_nonsense_does_not_keep_the_others_paused(tmp_pat
         assert (await world.updater.update(UpdateWeights(path=str(world.volume / "w1")))).committed
         assert [engine.paused for engine in world.engines] == [True, False]
 
-    play(tmp_path, story)
+    play(tmp_path, story, engines=2)
 
 
 # 4. test_sampling.py

@@ -3,37 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from rolloutfleet.agent.errors import AgentError
 from rolloutfleet.agent.memory import RESUME_ORDER
 from rolloutfleet.api.agent import MemoryRequest
-from unit.agent.world import World, fleet_on_loopback
+from unit.agent.world import World, play, refused
 
-Story = Callable[[World], Awaitable[None]]
 EVERYTHING = list(RESUME_ORDER)
-
-
-def play(tmp_path: Path, story: Story, *, engines: int = 2) -> None:
-    async def scenario() -> None:
-        async with fleet_on_loopback(tmp_path, engines) as world:
-            await story(world)
-
-    asyncio.run(scenario())
 
 
 def of(*tags: str) -> MemoryRequest:
     return MemoryRequest.model_validate({"tags": list(tags)}) if tags else MemoryRequest()
-
-
-async def refused(call: Awaitable[Any]) -> AgentError:
-    with pytest.raises(AgentError) as refusal:
-        await call
-    return refusal.value
 
 
 def recorded(world: World) -> tuple[str, list[str], list[str]]:
@@ -54,7 +35,7 @@ def test_offload_aborts_what_runs_waits_for_idleness_and_releases_everything(tmp
             assert engine.released == set(EVERYTHING)
         assert recorded(world) == ("Released", EVERYTHING, pods)
 
-    play(tmp_path, story)
+    play(tmp_path, story, engines=2)
 
 
 def test_the_intent_is_recorded_before_the_first_call(tmp_path: Path) -> None:
@@ -69,7 +50,7 @@ def test_the_intent_is_recorded_before_the_first_call(tmp_path: Path) -> None:
         await world.memory.onload(of())
         assert seen == ["Releasing", "Resuming"]
 
-    play(tmp_path, story)
+    play(tmp_path, story, engines=2)
 
 
 def test_a_second_offload_asks_no_engine_and_tells_the_same(tmp_path: Path) -> None:
@@ -81,7 +62,7 @@ def test_a_second_offload_asks_no_engine_and_tells_the_same(tmp_path: Path) -> N
         assert (second.released, second.engines) == (first.released, first.engines)
         assert not any(engine.dead for engine in world.engines)
 
-    play(tmp_path, story)
+    play(tmp_path, story, engines=2)
 
 
 def test_two_offloads_at_once_release_once(tmp_path: Path) -> None:
@@ -89,7 +70,7 @@ def test_two_offloads_at_once_release_once(tmp_path: Path) -> None:
         await asyncio.gather(world.memory.offload(of()), world.memory.offload(of()))
         assert [engine.asked.count("release_memory_occupation") for engine in world.engines] == [1, 1]
 
-    play(tmp_path, story)
+    play(tmp_path, story, engines=2)
 
 
 def test_an_agent_that_starts_anew_does_not_release_again(tmp_path: Path) -> None:
@@ -102,7 +83,7 @@ def test_an_agent_that_starts_anew_does_not_release_again(tmp_path: Path) -> Non
         await world.memory.onload(of())
         assert [engine.released for engine in world.engines] == [set(), set()]
 
-    play(tmp_path, story)
+    play(tmp_path, story, engines=2)
 
 
 def test_tags_are_released_one_after_the_other_without_a_second_pause(tmp_path: Path) -> None:
@@ -117,7 +98,7 @@ def test_tags_are_released_one_after_the_other_without_a_second_pause(tmp_path: 
             {"tags": ["weights"]},
         ]
 
-    play(tmp_path, story)
+    play(tmp_path, story, engines=2)
 
 
 def test_onload_resumes_weights_before_the_cache_and_continues_with_the_last_tag(tmp_path: Path) -> None:
@@ -134,7 +115,7 @@ def test_onload_resumes_weights_before_the_cache_and_continues_with_the_last_tag
         assert resumed == [{"tags": ["weights"]}, {"tags": ["kv_cache", "cuda_graph"]}]
         assert recorded(world) == ("Resident", [], [])
 
-    play(tmp_path, story)
+    play(tmp_path, story, engines=2)
 
 
 def test_onload_of_what_is_resident_asks_no_engine(tmp_path: Path) -> None:
@@ -146,7 +127,7 @@ def test_onload_of_what_is_resident_asks_no_engine(tmp_path: Path) -> None:
         assert (await world.memory.onload(of("weights"))).released == ["kv_cache"]
         assert [engine.asked for engine in world.engines] == asked
 
-    play(tmp_path, story)
+    play(tmp_path, story, engines=2)
 
 
 def test_after_a_round_memory_can_be_released_again(tmp_path: Path) -> None:
@@ -157,7 +138,7 @@ def test_after_a_round_memory_can_be_released_again(tmp_path: Path) -> None:
         assert not any(engine.dead for engine in world.engines)
         assert [engine.asked.count("release_memory_occupation") for engine in world.engines] == [2, 2]
 
-    play(tmp_path, story)
+    play(tmp_path, story, engines=2)
 
 
 def test_an_engine_that_fails_falls_out_alone_and_is_not_resumed(tmp_path: Path) -> None:
@@ -172,7 +153,7 @@ def test_an_engine_that_fails_falls_out_alone_and_is_not_resumed(tmp_path: Path)
         assert "resume_memory_occupation" not in broken.asked
         assert (whole.released, whole.paused, whole.dead) == (set(), False, False)
 
-    play(tmp_path, story)
+    play(tmp_path, story, engines=2)
 
 
 def test_an_engine_that_is_not_idle_in_time_is_not_released(tmp_path: Path) -> None:
@@ -182,7 +163,7 @@ def test_an_engine_that_is_not_idle_in_time_is_not_released(tmp_path: Path) -> N
         assert "not idle" in result.failed[world.engines[0].pod]
         assert "release_memory_occupation" not in world.engines[0].asked
 
-    play(tmp_path, story)
+    play(tmp_path, story, engines=2)
 
 
 def test_a_later_life_of_an_engine_has_released_nothing_and_is_not_resumed(tmp_path: Path) -> None:
@@ -195,7 +176,7 @@ def test_a_later_life_of_an_engine_has_released_nothing_and_is_not_resumed(tmp_p
         assert world.engines[1].released == set()
         assert result.failed == {}
 
-    play(tmp_path, story)
+    play(tmp_path, story, engines=2)
 
 
 def test_engines_that_do_not_serve_are_left_alone(tmp_path: Path) -> None:
@@ -204,7 +185,7 @@ def test_engines_that_do_not_serve_are_left_alone(tmp_path: Path) -> None:
         assert (await world.memory.offload(of())).engines == [world.engines[1].pod]
         assert world.engines[0].asked == []
 
-    play(tmp_path, story)
+    play(tmp_path, story, engines=2)
 
 
 def test_without_a_serving_engine_there_is_nothing_to_release(tmp_path: Path) -> None:
@@ -224,7 +205,7 @@ def test_a_group_without_the_memory_saver_is_refused_by_name(tmp_path: Path) -> 
         assert "spec.groups[main].offload" in error.message
         assert world.untouched
 
-    play(tmp_path, story)
+    play(tmp_path, story, engines=2)
 
 
 def test_an_agent_that_does_not_lead_touches_nothing(tmp_path: Path) -> None:
@@ -234,7 +215,7 @@ def test_an_agent_that_does_not_lead_touches_nothing(tmp_path: Path) -> None:
         assert (await refused(world.memory.onload(of()))).code == "NotLeading"
         assert world.untouched
 
-    play(tmp_path, story)
+    play(tmp_path, story, engines=2)
 
 
 def test_a_caller_that_goes_away_does_not_leave_the_intent_unfulfilled(tmp_path: Path) -> None:
@@ -264,4 +245,4 @@ def test_a_caller_that_goes_away_does_not_leave_the_intent_unfulfilled(tmp_path:
         assert recorded(world) == ("Released", EVERYTHING, [engine.pod for engine in world.engines])
         assert [engine.released for engine in world.engines] == [set(EVERYTHING)] * 2
 
-    play(tmp_path, story)
+    play(tmp_path, story, engines=2)

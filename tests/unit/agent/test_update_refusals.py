@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rolloutfleet.agent.errors import AgentError
 from rolloutfleet.api.agent import UpdateWeights
-from unit.agent.world import World, fleet_on_loopback, write_checkpoint
-
-Story = Callable[[World], Awaitable[None]]
-
-
-def play(tmp_path: Path, story: Story, *, engines: int = 3) -> None:
-    async def scenario() -> None:
-        async with fleet_on_loopback(tmp_path, engines) as world:
-            await story(world)
-
-    asyncio.run(scenario())
-
-
-def wanted(world: World, name: str = "w1", **request: Any) -> UpdateWeights:
-    return UpdateWeights(path=str(world.volume / name), **request)
-
-
-async def refused(world: World, request: UpdateWeights) -> AgentError:
-    with pytest.raises(AgentError) as refusal:
-        await world.updater.update(request)
-    return refusal.value
+from unit.agent.world import World, play, refused_update, wanted, write_checkpoint
 
 
 @pytest.mark.parametrize("version", [3, 2])
 def test_a_version_that_is_not_newer_is_refused(tmp_path: Path, version: int) -> None:
     async def story(world: World) -> None:
         world.change_training(weights={"phase": "Committed", "version": 3, "path": str(world.volume / "w1")})
-        error = await refused(world, wanted(world, version=version))
+        error = await refused_update(world, wanted(world, version=version))
         assert (error.code, error.status) == ("VersionNotNewer", 409)
         assert "the next one is 4" in error.message
         assert world.untouched
@@ -48,7 +24,7 @@ def test_a_version_that_is_not_newer_is_refused(tmp_path: Path, version: int) ->
 
 def test_a_missing_checkpoint_is_refused(tmp_path: Path) -> None:
     async def story(world: World) -> None:
-        error = await refused(world, wanted(world, "absent"))
+        error = await refused_update(world, wanted(world, "absent"))
         assert (error.code, error.status) == ("BadCheckpoint", 422)
         assert "no such folder" in error.message
         assert world.untouched
@@ -59,7 +35,7 @@ def test_a_missing_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_shape_is_refused_with_the_tensors_named(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         write_checkpoint(world.volume / "w2", [3, 3])
-        error = await refused(world, wanted(world, "w2"))
+        error = await refused_update(world, wanted(world, "w2"))
         assert error.code == "BadCheckpoint"
         assert error.details == ["weight: shape [3, 3], the model has [2, 3]"]
         assert world.untouched
@@ -70,7 +46,7 @@ def test_a_checkpoint_of_another_shape_is_refused_with_the_tensors_named(tmp_pat
 @pytest.mark.parametrize("path", ["/etc", "{volume}", "{volume}/", "{volume}/../m0", "w1", "{volume}-other/w1"])
 def test_a_path_outside_of_the_volume_is_refused(tmp_path: Path, path: str) -> None:
     async def story(world: World) -> None:
-        error = await refused(world, UpdateWeights(path=path.format(volume=world.volume)))
+        error = await refused_update(world, UpdateWeights(path=path.format(volume=world.volume)))
         assert (error.code, error.status) == ("PathOutsideVolume", 422)
         assert world.untouched
 
@@ -80,7 +56,7 @@ def test_a_path_outside_of_the_volume_is_refused(tmp_path: Path, path: str) -> N
 def test_frozen_weights_are_refused(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         world.change_server(updateWeights=False)
-        assert (await refused(world, wanted(world))).code == "Frozen"
+        assert (await refused_update(world, wanted(world))).code == "Frozen"
         assert world.untouched
 
     play(tmp_path, story)
@@ -89,7 +65,7 @@ def test_frozen_weights_are_refused(tmp_path: Path) -> None:
 def test_a_server_without_a_weights_volume_is_refused(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         world.change_server(weights=None)
-        assert (await refused(world, wanted(world))).code == "NoWeightsVolume"
+        assert (await refused_update(world, wanted(world))).code == "NoWeightsVolume"
         assert world.untouched
 
     play(tmp_path, story)
@@ -98,7 +74,7 @@ def test_a_server_without_a_weights_volume_is_refused(tmp_path: Path) -> None:
 def test_weights_that_are_offloaded_cannot_be_updated(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         world.change_training(memory={"phase": "Released", "tags": ["weights"], "engines": []})
-        assert (await refused(world, wanted(world))).code == "WeightsReleased"
+        assert (await refused_update(world, wanted(world))).code == "WeightsReleased"
         assert world.untouched
 
     play(tmp_path, story)
@@ -107,7 +83,7 @@ def test_weights_that_are_offloaded_cannot_be_updated(tmp_path: Path) -> None:
 def test_an_agent_that_does_not_lead_is_refused(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         world.lose_the_lease()
-        error = await refused(world, wanted(world))
+        error = await refused_update(world, wanted(world))
         assert (error.code, error.status) == ("NotLeading", 409)
         assert world.untouched
 
@@ -117,7 +93,7 @@ def test_an_agent_that_does_not_lead_is_refused(tmp_path: Path) -> None:
 def test_without_an_engine_that_serves_there_is_nothing_to_update(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         world.change_engine(0, phase="Stale")
-        assert (await refused(world, wanted(world))).code == "NoEngines"
+        assert (await refused_update(world, wanted(world))).code == "NoEngines"
         assert world.untouched
 
     play(tmp_path, story, engines=1)

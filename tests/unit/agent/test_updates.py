@@ -10,30 +10,8 @@ from typing import Any
 
 import pytest
 
-from rolloutfleet.agent.errors import AgentError
-from rolloutfleet.api.agent import UpdateWeights
 from rolloutfleet.api.rollout_server import WeightsPhase
-from unit.agent.world import World, fleet_on_loopback, write_checkpoint
-
-Story = Callable[[World], Awaitable[None]]
-
-
-def play(tmp_path: Path, story: Story, *, engines: int = 3) -> None:
-    async def scenario() -> None:
-        async with fleet_on_loopback(tmp_path, engines) as world:
-            await story(world)
-
-    asyncio.run(scenario())
-
-
-def wanted(world: World, name: str = "w1", **request: Any) -> UpdateWeights:
-    return UpdateWeights(path=str(world.volume / name), **request)
-
-
-async def refused(world: World, request: UpdateWeights) -> AgentError:
-    with pytest.raises(AgentError) as refusal:
-        await world.updater.update(request)
-    return refusal.value
+from unit.agent.world import World, play, refused_update, wanted, write_checkpoint
 
 
 def outcomes(world: World) -> list[str]:
@@ -205,7 +183,7 @@ def test_if_all_refuse_the_old_version_stays_and_its_engines_generate_again(tmp_
     async def story(world: World) -> None:
         for engine in world.engines:
             engine.refuses["update_weights_from_disk"] = (400, {"success": False, "message": "no room"})
-        error = await refused(world, wanted(world))
+        error = await refused_update(world, wanted(world))
         assert (error.code, error.status) == ("UpdateFailed", 502)
         assert "version 0 stays" in error.message
         assert len(error.details) == 3
@@ -225,7 +203,7 @@ def test_after_a_failed_update_the_previous_commits_path_and_checksums_stay(tmp_
         await world.updater.update(wanted(world))
         for engine in world.engines:
             engine.refuses["update_weights_from_disk"] = (400, {"message": "no room"})
-        await refused(world, wanted(world, "w2"))
+        await refused_update(world, wanted(world, "w2"))
         weights = world.training.weights
         assert weights is not None
         assert (weights.version, weights.path, weights.transaction) == (1, str(world.volume / "w1"), 2)
@@ -240,7 +218,7 @@ def test_an_engine_left_with_torn_weights_by_a_failed_update_is_not_continued(tm
         for engine in world.engines:
             engine.refuses["update_weights_from_disk"] = (400, {"message": "no room"})
         world.engines[1].checksum = "torn"
-        await refused(world, wanted(world))
+        await refused_update(world, wanted(world))
         assert outcomes(world) == ["Committed", "Failed", "Committed"]
         assert [engine.paused for engine in world.engines] == [False, True, False]
 
@@ -252,7 +230,7 @@ def test_a_checkpoint_that_could_not_be_compared_kills_one_engine_and_not_all(tm
         shutil.rmtree(world.volume.parent / "m0")
         for engine in world.engines:
             engine.breaks_at = "update_weights_from_disk"
-        assert (await refused(world, wanted(world))).code == "UpdateFailed"
+        assert (await refused_update(world, wanted(world))).code == "UpdateFailed"
         assert [engine.dead for engine in world.engines] == [True, False, False]
         assert outcomes(world) == ["Unreachable", "Committed", "Committed"]
         assert [engine.paused for engine in world.engines[1:]] == [False, False]
@@ -301,7 +279,7 @@ def test_an_agent_that_lost_its_lease_between_pause_and_commit_continues_nothing
             lose(world)
 
         world.engines[0].before[moment] = lost
-        assert (await refused(world, wanted(world))).code == code
+        assert (await refused_update(world, wanted(world))).code == code
         assert len(world.cluster.written) == 1, "the intent, and no commit"
         assert all(engine.paused for engine in world.engines)
         assert not any("continue_generation" in engine.asked for engine in world.engines)
@@ -315,7 +293,7 @@ def test_an_agent_that_lost_its_lease_after_the_pause_loads_nothing(tmp_path: Pa
             world.lose_the_lease()
 
         world.engines[0].before["pause_generation"] = lost
-        await refused(world, wanted(world))
+        await refused_update(world, wanted(world))
         assert not any("update_weights_from_disk" in engine.asked for engine in world.engines)
 
     play(tmp_path, story)
@@ -364,7 +342,7 @@ def test_a_second_update_is_refused_while_one_runs_and_finish_waits_for_it(tmp_p
         world.engines[0].before["update_weights_from_disk"] = wait
         first = asyncio.create_task(world.updater.update(wanted(world)))
         await loading.wait()
-        assert (await refused(world, wanted(world))).code == "UpdateInProgress"
+        assert (await refused_update(world, wanted(world))).code == "UpdateInProgress"
         finishing = asyncio.create_task(world.updater.finish())
         await asyncio.sleep(0)
         assert not finishing.done()

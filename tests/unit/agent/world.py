@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import httpx
+import pytest
 
+from rolloutfleet.agent.errors import AgentError
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.agent.memory import Memory
 from rolloutfleet.agent.updates import Updater
+from rolloutfleet.api.agent import UpdateWeights
 from rolloutfleet.api.rollout_server import TrainingStatus
 from rolloutfleet.engine.sglang import EngineClient
 from rolloutfleet.kube.client import EVENT, KubeApi, Resource
@@ -303,3 +306,30 @@ def answer(tokens: list[int], *, version: str = "0", kind: str = "length", **met
 
 
 ABORT = answer([9], kind="abort", finish={"message": "aborted by a pause"})
+
+
+Story = Callable[[World], Awaitable[None]]
+
+
+def play(tmp_path: Path, story: Story, *, engines: int = 3) -> None:
+    """Run a story in a world of its own."""
+
+    async def scenario() -> None:
+        async with fleet_on_loopback(tmp_path, engines) as world:
+            await story(world)
+
+    asyncio.run(scenario())
+
+
+def wanted(world: World, name: str = "w1", **request: Any) -> UpdateWeights:
+    return UpdateWeights(path=str(world.volume / name), **request)
+
+
+async def refused(call: Awaitable[Any]) -> AgentError:
+    with pytest.raises(AgentError) as refusal:
+        await call
+    return refusal.value
+
+
+async def refused_update(world: World, request: UpdateWeights) -> AgentError:
+    return await refused(world.updater.update(request))
