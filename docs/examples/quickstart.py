@@ -132,7 +132,7 @@ def follow_training() -> tuple[list[dict[str, float]], dict[str, float]]:
             if summary is not None:
                 return steps, summary
             if phase == "Failed":
-                sys.exit("training failed:\n" + "\n".join(lines[-20:]))
+                sys.exit("training failed:\n" + ("\n".join(lines[-20:]) or kubectl("describe", "job/grpo")))
         time.sleep(1)
     sys.exit("training did not end within 900 s:\n" + kubectl("get", "rolloutservers,servergroups,pods"))
 

@@ -12,8 +12,10 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 LIFETIME = timedelta(days=365)
@@ -52,16 +54,24 @@ def service_names(service: str, namespace: str) -> list[str]:
 
 
 def renewal_due(certificate: Certificate | None, names: Sequence[str], now: datetime) -> bool:
-    """True if there is none, if it is unreadable, names something else, or has less than a third of its life left."""
+    """True if there is none, it is unreadable, its key is another's, it names something else or soon runs out."""
     if certificate is None:
         return True
     try:
         parsed = x509.load_pem_x509_certificate(certificate.certificate)
         extension = parsed.extensions.get_extension_for_class(x509.SubjectAlternativeName)
-    except (ValueError, x509.ExtensionNotFound):
+        key = serialization.load_pem_private_key(certificate.key, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm, x509.ExtensionNotFound):
+        return True
+    # Unlike what is unreadable, a pair that does not fit would fail at every load and never mend itself.
+    if _key_bytes(key.public_key()) != _key_bytes(parsed.public_key()):
         return True
     covered = set(extension.value.get_values_for_type(x509.DNSName))
     return not set(names) <= covered or parsed.not_valid_after_utc - now < RENEW_WHEN_LEFT
+
+
+def _key_bytes(key: PublicKeyTypes) -> bytes:
+    return key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
 def issue(names: Sequence[str], now: datetime) -> Certificate:
@@ -69,7 +79,7 @@ def issue(names: Sequence[str], now: datetime) -> Certificate:
     authority_key = ec.generate_private_key(ec.SECP256R1())
     authority_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "rolloutfleet webhook authority")])
     authority = (
-        _builder(authority_name, authority_name, authority_key, now)
+        _builder(authority_name, authority_name, authority_key, now, signer=authority_key)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(signs=True), critical=True)
         .sign(authority_key, hashes.SHA256())
@@ -77,7 +87,7 @@ def issue(names: Sequence[str], now: datetime) -> Certificate:
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0][:64])])
     certificate = (
-        _builder(subject, authority_name, key, now)
+        _builder(subject, authority_name, key, now, signer=authority_key)
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(name) for name in names]), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs=False), critical=True)
@@ -94,7 +104,12 @@ def issue(names: Sequence[str], now: datetime) -> Certificate:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: datetime
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    now: datetime,
+    *,
+    signer: ec.EllipticCurvePrivateKey,
 ) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
@@ -104,6 +119,9 @@ def _builder(
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - CLOCK_SKEW)
         .not_valid_after(now + LIFETIME)
+        # RFC 5280 demands both; strict clients (Python 3.13's default) refuse a chain without.
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
     )
 
 

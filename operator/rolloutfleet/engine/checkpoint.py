@@ -14,6 +14,8 @@ from typing import Any
 
 MAX_HEADER_BYTES = 100_000_000
 INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+OUTPUT_HEAD = "lm_head.weight"
 
 
 class CheckpointError(ValueError):
@@ -26,10 +28,19 @@ class Checkpoint:
     shapes: dict[str, tuple[int, ...]]
     """Tensor name to shape."""
     total_bytes: int
+    ties_output_head: bool = False
+    """config.json says tie_word_embeddings: the output head is the embedding, whether or not a file repeats it."""
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Raises CheckpointError."""
+    try:
+        return _read_checkpoint(path)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from error
+
+
+def _read_checkpoint(path: Path) -> Checkpoint:
     if not path.exists():
         raise CheckpointError(f"{path}: no such folder")
     if not path.is_dir():
@@ -51,7 +62,18 @@ def read_checkpoint(path: Path) -> Checkpoint:
     for file in files:
         shapes |= _shapes(file)
         total += file.stat().st_size
-    return Checkpoint(path=path, shapes=shapes, total_bytes=total)
+    return Checkpoint(path=path, shapes=shapes, total_bytes=total, ties_output_head=_ties_output_head(path / CONFIG))
+
+
+def _ties_output_head(config: Path) -> bool:
+    if not config.exists():
+        return False
+    try:
+        content = json.loads(config.read_text())
+        # Multimodal models keep the language model's settings in a section of their own.
+        return bool({**content.get("text_config", {}), **content}.get("tie_word_embeddings"))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{config}: not a model's configuration: {error}") from error
 
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
@@ -76,9 +98,15 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def differences(reference: Checkpoint, new: Checkpoint) -> list[str]:
-    """Names and shapes in which a new checkpoint differs from one that is known to load."""
-    found = [f"{name}: missing" for name in sorted(reference.shapes.keys() - new.shapes.keys())]
-    found += [f"{name}: not a tensor of this model" for name in sorted(new.shapes.keys() - reference.shapes.keys())]
+    """Names and shapes in which a new checkpoint differs from one that is known to load.
+
+    A tied output head may be in either and missing from the other: trainers drop it, and SGLang does not read it.
+    """
+    free = {OUTPUT_HEAD} if reference.ties_output_head else set()
+    missing = reference.shapes.keys() - new.shapes.keys() - free
+    unknown = new.shapes.keys() - reference.shapes.keys() - free
+    found = [f"{name}: missing" for name in sorted(missing)]
+    found += [f"{name}: not a tensor of this model" for name in sorted(unknown)]
     found += [
         f"{name}: shape {list(new.shapes[name])}, the model has {list(shape)}"
         for name, shape in sorted(reference.shapes.items())

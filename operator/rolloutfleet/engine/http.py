@@ -34,7 +34,7 @@ class HttpPeer:
             response = await self._http.request(method, target, json=body, timeout=timeout, headers=headers)
         except httpx.TimeoutException as error:
             raise EngineTimeout(f"{method} {target}: no answer in {seconds:g} s") from error
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise EngineUnreachable(f"{method} {target}: {type(error).__name__} {error}".rstrip()) from error
         if response.is_success:
             return response

@@ -1,7 +1,7 @@
 """The HTTP API of one SGLang server (0.5.23), as far as the operator and the agent use it.
 
 Every POST carries a JSON body, since SGLang answers 400 without one. Nothing is retried here: what is safe to repeat
-is the caller's knowledge (a second release or resume of memory kills SGLang's scheduler).
+is the caller's knowledge (a second release or resume of memory may kill SGLang's scheduler).
 """
 
 from __future__ import annotations

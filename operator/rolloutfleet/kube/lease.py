@@ -73,11 +73,17 @@ class LeaseHolder:
             raise HeldBy(holder)
         # A restarted process of the same pod gets a new number as well: its predecessor's late writes are refused.
         fence = int(spec.get("leaseTransitions") or 0) + 1
-        await self._write(lease, fence=fence, acquired=True)
+        try:
+            await self._write(lease, fence=fence, acquired=True)
+        except Conflict as error:
+            raise HeldBy("another contender") from error
         return fence
 
     async def renew(self) -> None:
-        """Raises HeldBy when another has taken over, ApiError when nothing is known."""
+        """Raises HeldBy when another has taken over, ApiError when nothing is known.
+
+        Among these a Conflict: somebody wrote the object, perhaps only its labels; the next look tells.
+        """
         lease = await self._api.get(LEASE, self._name, namespace=self._namespace)
         spec = lease.get("spec") or {}
         if spec.get("holderIdentity") != self._identity or int(spec.get("leaseTransitions") or 0) != self.fence:
@@ -111,10 +117,7 @@ class LeaseHolder:
         if acquired:
             spec["acquireTime"] = stamp
         lease["spec"] = spec
-        try:
-            await self._api.update(LEASE, lease)
-        except Conflict as error:
-            raise HeldBy("another contender") from error
+        await self._api.update(LEASE, lease)
         self.fence, self.holder = fence, self._identity
         self._valid_until = before + DURATION_SECONDS
 

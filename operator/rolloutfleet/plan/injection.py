@@ -32,6 +32,7 @@ DATA_SOURCES = frozenset(
 """Volume sources that may hold checkpoints; secrets, config maps and tokens are none of the agent's business."""
 
 _ROLE = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_VARIABLE = re.compile(r"\$\(([^()]+)\)")
 _SERVER = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
@@ -112,18 +113,20 @@ def _agent(spec: Mapping[str, Any], servers: Mapping[str, str], image: str, pull
     # Where the pod's user is another than root (OpenShift gives arbitrary ones), the agent runs as that user.
     if not (spec.get("securityContext") or {}).get("runAsUser"):
         security |= {"runAsUser": AGENT_USER, "runAsGroup": 0}
+    variables: list[dict[str, Any]] = [
+        {"name": "ROLLOUTFLEET_SERVERS", "value": ",".join(f"{role}={name}" for role, name in servers.items())},
+        {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        {"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},
+        {"name": "POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
+        {"name": "ROLLOUTFLEET_AGENT_PORT", "value": str(AGENT_PORT)},
+    ]
+    mounts = list(_data_mounts(spec, variables))
     return {
         "name": AGENT_CONTAINER,
         "image": image,
         "imagePullPolicy": pull_policy,
         "restartPolicy": "Always",
-        "env": [
-            {"name": "ROLLOUTFLEET_SERVERS", "value": ",".join(f"{role}={name}" for role, name in servers.items())},
-            {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
-            {"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},
-            {"name": "POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
-            {"name": "ROLLOUTFLEET_AGENT_PORT", "value": str(AGENT_PORT)},
-        ],
+        "env": variables,
         "startupProbe": {
             "exec": {"command": ["python3", "-m", "rolloutfleet.agent.healthcheck"]},
             "periodSeconds": 2,
@@ -138,21 +141,45 @@ def _agent(spec: Mapping[str, Any], servers: Mapping[str, str], image: str, pull
         "volumeMounts": [
             {"name": TOKEN_VOLUME, "mountPath": TOKEN_PATH, "readOnly": True},
             {"name": SCRATCH_VOLUME, "mountPath": "/tmp"},
-            *_data_mounts(spec),
+            *mounts,
         ],
     }
 
 
-def _data_mounts(spec: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+def _data_mounts(spec: Mapping[str, Any], variables: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+    """Read-only twins of the trainer's mounts; `variables` is given what their subPathExpr needs."""
     data = {volume["name"] for volume in spec.get("volumes") or [] if DATA_SOURCES & set(volume)}
     taken = {TOKEN_PATH, "/tmp"}
     for container in spec.get("containers") or []:
         for mount in container.get("volumeMounts") or []:
             path = mount["mountPath"].rstrip("/") or "/"
-            if mount["name"] in data and path not in taken:
+            if mount["name"] in data and path not in taken and _resolves(mount, container, variables):
                 taken.add(path)
                 subpath = {key: mount[key] for key in ("subPath", "subPathExpr") if key in mount}
                 yield {"name": mount["name"], "mountPath": mount["mountPath"], "readOnly": True, **subpath}
+
+
+def _resolves(mount: Mapping[str, Any], container: Mapping[str, Any], variables: list[dict[str, Any]]) -> bool:
+    """Whether the agent can have the variables of a subPathExpr: with one unknown the kubelet starts no container."""
+    theirs = {variable.get("name"): variable for variable in container.get("env") or []}
+    ours = {variable["name"]: variable for variable in variables}
+    missing = []
+    for name in dict.fromkeys(_VARIABLE.findall(mount.get("subPathExpr") or "")):
+        variable = theirs.get(name)
+        if variable is None or _source(ours.get(name, variable)) != _source(variable):
+            return False
+        # Values that come of other variables, secrets or config maps are not followed.
+        if "$" in variable.get("value", "") or not set(variable.get("valueFrom") or {}) <= {"fieldRef"}:
+            return False
+        if name not in ours:
+            missing.append(deepcopy(variable))
+    variables += missing
+    return True
+
+
+def _source(variable: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Where the value comes from, whether or not the API server has filled in apiVersion v1."""
+    return variable.get("value"), ((variable.get("valueFrom") or {}).get("fieldRef") or {}).get("fieldPath")
 
 
 def _volumes() -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rolloutfleet.engine.checkpoint import INDEX, CheckpointError, differences, read_checkpoint
+from rolloutfleet.engine.checkpoint import CONFIG, INDEX, CheckpointError, differences, read_checkpoint
 
 Shapes = dict[str, list[int]]
 
@@ -125,3 +125,44 @@ def test_other_names_and_shapes_are_told_one_by_one(tmp_path: Path) -> None:
         "d: not a tensor of this model",
         "a: shape [3, 2], the model has [2, 3]",
     ]
+
+
+@pytest.mark.parametrize(
+    ("config", "tied"),
+    [
+        ({"tie_word_embeddings": True}, True),
+        ({"text_config": {"tie_word_embeddings": True}}, True),
+        ({"tie_word_embeddings": False}, False),
+        ({}, False),
+        (None, False),
+    ],
+)
+@pytest.mark.parametrize("dropped_by", ["new", "reference"])
+def test_a_tied_output_head_may_be_left_out_of_either(
+    tmp_path: Path, config: dict[str, Any] | None, tied: bool, dropped_by: str
+) -> None:
+    whole, short = {"embed": [4, 2], "lm_head.weight": [4, 2]}, {"embed": [4, 2]}
+    reference = checkpoint(tmp_path / "m0", whole if dropped_by == "new" else short)
+    new = checkpoint(tmp_path / "m1", short if dropped_by == "new" else whole)
+    if config is not None:
+        (reference / CONFIG).write_text(json.dumps(config))
+    assert (differences(read_checkpoint(reference), read_checkpoint(new)) == []) is tied
+
+
+def test_a_tied_output_head_of_another_shape_is_told(tmp_path: Path) -> None:
+    reference = checkpoint(tmp_path / "m0", {"lm_head.weight": [4, 2]})
+    (reference / CONFIG).write_text('{"tie_word_embeddings": true}')
+    new = checkpoint(tmp_path / "m1", {"lm_head.weight": [5, 2]})
+    assert len(differences(read_checkpoint(reference), read_checkpoint(new))) == 1
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"text_config": 3}'])
+def test_a_configuration_that_is_none_is_named(tmp_path: Path, text: str) -> None:
+    checkpoint(tmp_path, {"a": [1]})
+    (tmp_path / CONFIG).write_text(text)
+    assert f"{tmp_path / CONFIG}: not a model's configuration" in refusal(tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").mkdir()
+    assert f"{tmp_path / 'model.safetensors'}: cannot be read" in refusal(tmp_path)

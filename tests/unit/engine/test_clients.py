@@ -74,6 +74,16 @@ def test_a_refused_connection_is_unreachable() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("url", ["http://[::1", "http://host:port", "unix:/engine"])
+def test_an_address_that_is_none_is_unreachable(url: str) -> None:
+    async def scenario() -> None:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            with pytest.raises(EngineUnreachable, match="POST"):
+                await EngineClient(url, http=http).continue_generation()
+
+    asyncio.run(scenario())
+
+
 def test_a_connection_that_breaks_before_the_answer_is_unreachable_and_no_time_out() -> None:
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

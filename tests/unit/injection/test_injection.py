@@ -193,6 +193,32 @@ def test_data_volumes_are_mirrored_read_only_at_the_trainers_paths() -> None:
     assert "unmounted" not in {mount["name"] for mount in mounts}
 
 
+NAME_FIELD = {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.name"}}
+
+
+@pytest.mark.parametrize(
+    ("variables", "mirrored"),
+    [
+        ([{"name": "RUN", "value": "7"}, {"name": "POD_NAME", "valueFrom": NAME_FIELD}], True),
+        ([{"name": "RUN", "value": "7"}, {"name": "POD_NAME", "value": "other"}], False),
+        ([{"name": "RUN", "value": "$(POD_NAME)"}, {"name": "POD_NAME", "valueFrom": NAME_FIELD}], False),
+        ([{"name": "RUN", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}], False),
+        ([], False),
+    ],
+)
+def test_a_path_of_variables_is_mirrored_only_where_the_agent_has_the_same_ones(
+    variables: list[dict[str, Any]], mirrored: bool
+) -> None:
+    given = pod(volumes=[{"name": "weights", "persistentVolumeClaim": {"claimName": "w"}}])
+    mount = {"name": "weights", "mountPath": "/weights", "subPathExpr": "$(RUN)/$(POD_NAME)"}
+    given["spec"]["containers"][0] |= {"env": variables, "volumeMounts": [mount]}
+    agent = agent_of(inject(given, agent_image=IMAGE))
+    assert ({**mount, "readOnly": True} in agent["volumeMounts"]) is mirrored
+    assert ("weights" in {held["name"] for held in agent["volumeMounts"]}) is mirrored
+    assert ({"name": "RUN", "value": "7"} in agent["env"]) is mirrored
+    assert len({variable["name"] for variable in agent["env"]}) == len(agent["env"])
+
+
 @pytest.mark.parametrize(
     "source",
     [

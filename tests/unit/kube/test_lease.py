@@ -198,6 +198,21 @@ def test_a_holder_that_was_overtaken_loses_at_its_next_renewal() -> None:
     asyncio.run(scenario())
 
 
+def test_a_change_between_look_and_renewal_is_no_loss_until_the_next_look_says_so() -> None:
+    async def scenario() -> None:
+        leases = Leases()
+        holder = contender(leases, Clock())
+        await holder.acquire()
+        leases.before_update = [leases.spec]
+        with pytest.raises(Conflict):
+            await holder.renew()
+        assert holder.valid
+        await holder.renew()
+        assert holder.valid
+
+    asyncio.run(scenario())
+
+
 def test_of_two_that_see_a_free_lease_at_once_one_gets_it() -> None:
     async def scenario() -> None:
         leases = Leases()

@@ -129,6 +129,7 @@ def test_an_issued_certificate_is_trusted_over_real_tls_under_the_services_name_
         await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=serving).start()
         port = runner.addresses[0][1]
         trusting = ssl.create_default_context(cadata=certificate.authority.decode())
+        trusting.verify_flags |= ssl.VERIFY_X509_STRICT  # the default from Python 3.13 on
         url = f"https://127.0.0.1:{port}{PATH}"
         try:
             async with ClientSession(connector=TCPConnector(ssl=trusting)) as http:
@@ -180,3 +181,9 @@ def test_renewal_is_due_when_there_is_no_certificate_or_it_is_unreadable_or_name
     assert renewal_due(held, ["hook.elsewhere.svc"], NOW)
     assert not renewal_due(held, ["hook.ns"], NOW)
     assert renewal_due(replace(held, certificate=held.authority), ["hook.ns"], NOW), "names nothing at all"
+
+
+def test_renewal_is_due_when_the_key_is_not_the_certificates() -> None:
+    held = issue(["hook.ns.svc"], NOW)
+    assert renewal_due(replace(held, key=issue(["hook.ns.svc"], NOW).key), ["hook.ns.svc"], NOW)
+    assert renewal_due(replace(held, key=b"no pem"), ["hook.ns.svc"], NOW)
