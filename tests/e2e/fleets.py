@@ -15,11 +15,55 @@ ENGINE_IMAGE = "localhost/rolloutfleet/engine-cpu:dev"
 TRAINER_IMAGE = "localhost/rolloutfleet/trainer-example:dev"
 START_SECONDS = 240.0
 
-CPU_ARGUMENTS = {"device": "cpu", "load-format": "auto", "skip-tokenizer-init": "", "max-total-tokens": "8192"}
+CPU_ARGUMENTS = {
+    "device": "cpu",
+    "load-format": "auto",
+    "skip-tokenizer-init": "",
+    "max-total-tokens": "8192",
+    # Idle schedulers poll without a pause: five of them leave nothing of two cores for one that starts.
+    "sleep-on-idle": "",
+}
 
 
 def host_path(name: str, folder: str) -> dict[str, Any]:
     return {"name": name, "hostPath": {"path": f"{SHARED}/{folder}", "type": "Directory"}}
+
+
+def engine_group(
+    name: str = "main",
+    *,
+    replicas: int | None = 1,
+    engine: dict[str, Any] | None = None,
+    args: dict[str, str] | None = None,
+    node: str | None = None,
+    **fields: Any,
+) -> dict[str, Any]:
+    """Engines on the CPU; on `node`, where that is given."""
+    spec: dict[str, Any] = {
+        "securityContext": {"runAsUser": 65532, "runAsGroup": 0},
+        "containers": [
+            {
+                "name": "engine",
+                "resources": {"requests": {"cpu": "100m", "memory": "1Gi"}},
+                "volumeMounts": [
+                    {"name": "environment", "mountPath": "/opt/engine", "readOnly": True},
+                    {"name": "models", "mountPath": "/models", "readOnly": True},
+                ],
+            }
+        ],
+        "volumes": [host_path("environment", "engine"), host_path("models", "models")],
+    }
+    if node is not None:
+        spec["nodeSelector"] = {"kubernetes.io/hostname": node}
+    return {
+        "name": name,
+        **({} if replicas is None else {"replicas": replicas}),
+        "engine": {"image": ENGINE_IMAGE, "args": {**CPU_ARGUMENTS, **(args or {})}, **(engine or {})},
+        "template": {"spec": spec},
+        "recovery": {"backoff": {"initialSeconds": 2, "maxSeconds": 4}},
+        "drainTimeoutSeconds": 10,
+        **fields,
+    }
 
 
 def rollout_server(
@@ -29,41 +73,17 @@ def rollout_server(
     model: str = "/models/m0",
     service_accounts: tuple[str, ...] = (),
     engine: dict[str, Any] | None = None,
+    groups: list[dict[str, Any]] | None = None,
     **spec: Any,
 ) -> dict[str, Any]:
     """The weights volume holds both tiny models, so an update names /weights/m1."""
-    template = {
-        "spec": {
-            "securityContext": {"runAsUser": 65532, "runAsGroup": 0},
-            "terminationGracePeriodSeconds": 10,
-            "containers": [
-                {
-                    "name": "engine",
-                    "resources": {"requests": {"cpu": "100m", "memory": "1Gi"}},
-                    "volumeMounts": [
-                        {"name": "environment", "mountPath": "/opt/engine", "readOnly": True},
-                        {"name": "models", "mountPath": "/models", "readOnly": True},
-                    ],
-                }
-            ],
-            "volumes": [host_path("environment", "engine"), host_path("models", "models")],
-        }
-    }
     return {
         "apiVersion": "rolloutfleet.dev/v1alpha1",
         "kind": "RolloutServer",
         "metadata": {"name": name},
         "spec": {
             "model": {"path": model, "servedName": name},
-            "groups": [
-                {
-                    "name": "main",
-                    "replicas": replicas,
-                    "engine": {"image": ENGINE_IMAGE, "args": CPU_ARGUMENTS, **(engine or {})},
-                    "template": template,
-                    "recovery": {"backoff": {"initialSeconds": 2, "maxSeconds": 4}},
-                }
-            ],
+            "groups": [engine_group(replicas=replicas, engine=engine)] if groups is None else groups,
             "weights": {
                 "mountPath": "/weights",
                 "volume": {"hostPath": {"path": f"{SHARED}/models", "type": "Directory"}},
@@ -106,18 +126,19 @@ class TrainerError(AssertionError):
 
 
 class Trainer:
-    """Runs a few lines in a trainer pod, with `fleet` connected to role `actor`."""
+    """Runs a few lines in a trainer pod, with `fleet` connected to a role of it."""
 
-    def __init__(self, kubectl: Kubectl, pod: str) -> None:
+    def __init__(self, kubectl: Kubectl, pod: str, role: str = "actor") -> None:
         self._kubectl = kubectl
         self.pod = pod
+        self.role = role
 
     def __call__(self, expression: str, *, timeout: float = 180.0) -> Any:
         """The value of an expression over `fleet`; models come back as plain data."""
         code = (
             "import json\n"
             "from rolloutfleet.trainer import connect\n"
-            "fleet = connect('actor')\n"
+            f"fleet = connect({self.role!r})\n"
             "def plain(x):\n"
             "    return x.model_dump(mode='json') if hasattr(x, 'model_dump') else str(x)\n"
             f"print('RESULT' + json.dumps({expression}, default=plain))\n"

@@ -25,13 +25,32 @@ def server(name: str = "base", **changes: Any) -> dict[str, Any]:
     return manifest
 
 
+def pairs(prefill: dict[str, str], decode: dict[str, str], *others: str) -> list[dict[str, Any]]:
+    """Groups of a disaggregated server with these `args`, and one of each other role."""
+    return [
+        {"name": "prefill", "role": "Prefill", "engine": {"image": "i", "args": prefill}},
+        {"name": "decode", "role": "Decode", "engine": {"image": "i", "args": decode}},
+        *({"name": role.lower(), "role": role, "engine": {"image": "i"}} for role in others),
+    ]
+
+
 TWO_OF_ONE_NAME = [{"name": "main", "engine": {"image": "i"}}] * 2
 REFUSED = [
     (server(group={"replicas": -1}), r"groups\[0\].replicas.*greater than or equal to 0"),
-    (server(group={"role": "Judge"}), r'groups\[0\].role.*supported values: "Regular"'),
+    (server(group={"role": "Judge"}), r'groups\[0\].role.*supported values: "Regular", "Prefill", "Decode"'),
     (server(group={"name": "Main"}), r"groups\[0\].name"),
     (server(engine={"tensorParallel": 3, "nodes": 2}), "engine.nodes.*must be divisible by nodes"),
-    (server(engine={"tensorParallel": 2, "nodes": 2}), "engine.nodes.*not supported by this version"),
+    (server(engine={"env": {"SGLANG_HOST_IP": "x"}}), "engine.env.*set by the operator"),
+    (server(engine={"env": {"1A": "x"}}), "engine.env.*do not begin with a digit"),
+    (server(engine={"args": {"nnodes": "2"}}), "engine.args.*engine.nodes"),
+    (server(engine={"topologyKey": ""}), "topologyKey.*at least 1 chars"),
+    (server(group={"rollingUpdate": {"maxUnavailable": 0}}), "rollingUpdate.*must not both be 0"),
+    (server(group={"drainTimeoutSeconds": -1}), "drainTimeoutSeconds.*greater than or equal to 0"),
+    (server(group={"role": "Prefill"}), "role Prefill needs a group of role Decode"),
+    (server(group={"role": "Decode"}), "Decode one of role Prefill"),
+    (server(groups=pairs({}, {}, "Regular")), "role Regular beside Prefill and Decode"),
+    (server(groups=pairs({"page-size": "64"}, {})), r"engine.args\[page-size\] must be the same"),
+    (server(groups=pairs({}, {"kv-cache-dtype": "fp8_e5m2"})), r"engine.args\[kv-cache-dtype\] must be the same"),
     (server(engine={"tensorParallel": 0}), "tensorParallel.*greater than or equal to 1"),
     (server(engine={"args": {"port": "1"}}), "engine.args.*set by the operator"),
     (server(engine={"args": {"served-mod": "x"}}), "engine.args.*abbreviations are set by the operator"),

@@ -25,7 +25,7 @@ from rolloutfleet.api.rollout_server import TrainingStatus, TrainingWeights, Wei
 from rolloutfleet.engine.checkpoint import Checkpoint, CheckpointError, differences, read_checkpoint
 from rolloutfleet.engine.errors import EngineError, EngineRefused
 from rolloutfleet.engine.sglang import EngineClient
-from rolloutfleet.plan.update import Aftermath, Outcome, Participant, outcome_of
+from rolloutfleet.plan.update import Aftermath, Outcome, Participant, outcome_of, resuming_order
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +189,13 @@ class Updater:
             held |= {verdict.pod for verdict in training.weights.engines if verdict.outcome == "Committed"}
         # An engine that is not current is left to the operator, which may be loading it right now.
         found = [
-            Participant(pod=engine.pod, url=engine.url, group=group.name, revision=engine.revision)
+            Participant(
+                pod=engine.pod,
+                url=engine.url,
+                group=group.name,
+                revision=engine.revision,
+                role=group.spec.role,
+            )
             for group, engine in self._fleet.engines()
             if engine.url and (engine.phase is EnginePhase.SERVING or engine.pod in held)
         ]
@@ -284,4 +290,5 @@ class Updater:
                     # Nothing is lost: the operator resumes an engine that is paused and held by nobody.
                     logger.warning("%s not continued (attempt %d): %s", participant.pod, attempt, error)
 
-        await asyncio.gather(*(one(participant) for participant in survivors))
+        for wave in resuming_order(participant.role for participant in survivors):
+            await asyncio.gather(*(one(participant) for participant in survivors if participant.role in wave))

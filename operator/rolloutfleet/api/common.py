@@ -9,7 +9,8 @@ from pydantic import Field
 
 from rolloutfleet.api.schema import ListMap, Model, Opaque, Rule
 
-Role = Literal["Regular"]
+Role = Literal["Regular", "Prefill", "Decode"]
+"""What an engine does: everything, or one half of prefill/decode disaggregation."""
 
 OWNED_ENGINE_ARGS = (
     "admin-api-key",
@@ -67,6 +68,9 @@ def _argument_rules(owned: tuple[str, ...], field: str, elsewhere: str) -> tuple
     )
 
 
+OWNED_ENGINE_ENV = ("SGLANG_HOST_IP",)
+"""Variables that the operator must set itself."""
+
 ArgumentValue = Annotated[str, Field(max_length=4096)]
 
 EngineArguments = Annotated[
@@ -76,6 +80,18 @@ EngineArguments = Annotated[
         OWNED_ENGINE_ARGS,
         "engine.args",
         "use engine.tensorParallel, engine.pipelineParallel, engine.nodes, offload, model",
+    ),
+]
+EngineEnvironment = Annotated[
+    dict[str, ArgumentValue],
+    Field(max_length=64),
+    Rule(
+        "self.all(k, k.matches('^[A-Za-z_][A-Za-z0-9_]{0,127}$'))",
+        "engine.env: names are letters, digits and '_', and do not begin with a digit",
+    ),
+    Rule(
+        "self.all(k, !(k in [" + ", ".join(f"'{name}'" for name in OWNED_ENGINE_ENV) + "]))",
+        f"engine.env: set by the operator: {', '.join(OWNED_ENGINE_ENV)}",
     ),
 ]
 RouterArguments = Annotated[
@@ -103,10 +119,6 @@ class EngineSpec(Model):
             "engine.nodes: tensorParallel * pipelineParallel must be divisible by nodes, "
             "since every pod of an engine holds the same number of GPUs",
         ),
-        Rule(
-            "self.nodes == 1",
-            "engine.nodes: engines of more than one pod are not supported by this version; the right value is 1",
-        ),
     )
 
     image: Annotated[str, Field(min_length=1, max_length=1024)]
@@ -115,8 +127,12 @@ class EngineSpec(Model):
     """GPUs over which a layer is split."""
     pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """Stages into which the layers are split."""
-    nodes: Annotated[int, Field(ge=1, le=128)] = 1
+    nodes: Annotated[int, Field(ge=1, le=99)] = 1
     """Pods an engine. GPUs a pod = tensorParallel * pipelineParallel / nodes."""
+    topology_key: Annotated[str, Field(min_length=1, max_length=316)] | None = None
+    """Node label, for example topology.kubernetes.io/zone: the nodes of one engine must have the same value of it."""
+    env: EngineEnvironment = {}
+    """Environment variables of the engine's container. For values from secrets or fields use `template`."""
     args: EngineArguments = {}
     """More flags for SGLang, without dashes. An empty value is a flag without a value. Flags that take several
     values take them separated by blanks. Nothing is expanded: a '$' stays a '$'."""
@@ -124,6 +140,20 @@ class EngineSpec(Model):
     @property
     def gpus_per_pod(self) -> int:
         return self.tensor_parallel * self.pipeline_parallel // self.nodes
+
+
+class EngineFacts(Model):
+    """What an engine says of how it was started (SGLang's /server_info)."""
+
+    role: Role
+    bootstrap_port: int | None = None
+    """Of a prefill engine: where decode engines ask for its ranks."""
+    tensor_parallel: int
+    pipeline_parallel: int
+    memory_saver: bool
+    """Its memory can be released and resumed."""
+    version: Annotated[str, Field(max_length=64)] = ""
+    """Of SGLang."""
 
 
 class BackoffSpec(Model):
@@ -146,6 +176,25 @@ class RecoverySpec(Model):
     startup_deadline_seconds: Annotated[int, Field(ge=10, le=86400)] = 1800
     """From the container's start until SGLang answers; after it the engine is replaced."""
     backoff: BackoffSpec = BackoffSpec()
+
+
+class RollingUpdate(Model):
+    """How a change of image, arguments or template reaches the engines: one by one, only while enough others serve."""
+
+    rules = (
+        Rule(
+            "self.maxUnavailable + self.maxSurge >= 1",
+            "rollingUpdate: maxUnavailable and maxSurge must not both be 0, or no engine could ever be replaced",
+        ),
+    )
+
+    max_unavailable: Annotated[int, Field(ge=0, le=1024)] = 1
+    """Engines that may be missing from those asked for. A change stops while so many do not serve."""
+    max_surge: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Engines beyond those asked for: needs as many spare GPUs."""
+
+
+DrainSeconds = Annotated[int, Field(ge=0, le=86400)]
 
 
 class WeightsSpec(Model):

@@ -28,12 +28,20 @@ COMPONENT_TRAINER = "trainer"
 
 ANNOTATION_REVISION = f"{GROUP}/revision"
 """Hash of what the user asked for when an object was built; admission may change the rest without causing drift."""
+ANNOTATION_NODES = f"{GROUP}/nodes"
+"""Pods of the engine that a pod belongs to."""
+ANNOTATION_PEERS = f"{GROUP}/peer-revisions"
+"""Of a prefill or decode pod: the revisions of the other role's groups that its own was meant to work with."""
 ANNOTATION_ROLLOUT_SERVERS = f"{GROUP}/rollout-servers"
 
 GATE_ROUTABLE = f"{GROUP}/Routable"
 
 ENGINE_CONTAINER = "engine"
 ENGINE_PORT = 30000
+BOOTSTRAP_PORT = 8998
+"""Where a prefill engine tells decode engines how to reach its ranks."""
+RENDEZVOUS_PORT = 20000
+"""Where rank 0 of an engine of several pods waits for the others; the next few ports are SGLang's as well."""
 ROUTER_CONTAINER = "router"
 ROUTER_PORT = 30000
 ROUTER_METRICS_PORT = 29000
@@ -59,6 +67,17 @@ def engine_name(server_group: str, index: int, epoch: int) -> str:
 
 def engine_pod_name(server_group: str, index: int, epoch: int, rank: int) -> str:
     return f"{engine_name(server_group, index, epoch)}-r{rank}"
+
+
+def ranks_service_name(server_group: str) -> str:
+    """Headless Service that gives the pods of an engine of several pods their names."""
+    return f"{server_group}-ranks"
+
+
+def rendezvous_host(server_group: str, namespace: str, index: int, epoch: int) -> str:
+    """Rank 0 of one life of one engine, by name: known before any pod exists, never reused by another life."""
+    pod = engine_pod_name(server_group, index, epoch, 0)
+    return f"{pod}.{ranks_service_name(server_group)}.{namespace}.svc"
 
 
 def router_name(server: str) -> str:

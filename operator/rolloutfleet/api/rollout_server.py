@@ -9,10 +9,12 @@ from pydantic import Field
 
 from rolloutfleet.api.common import (
     Conditions,
+    DrainSeconds,
     EngineSpec,
     ModelSpec,
     RecoverySpec,
     Role,
+    RollingUpdate,
     RouterArguments,
     WeightsSpec,
 )
@@ -45,6 +47,10 @@ class GroupSpec(Model):
     template: Annotated[dict[str, Any], Opaque(fields=("metadata", "spec"))] | None = None
     """Pod template (metadata, spec) laid over the operator's by strategic merge: volumes, tolerations, ..."""
     recovery: RecoverySpec = RecoverySpec()
+    rolling_update: RollingUpdate = RollingUpdate()
+    drain_timeout_seconds: DrainSeconds = 300
+    """How long an engine that is replaced or scaled away may finish its requests; then they are aborted, and the
+    agent completes them elsewhere."""
 
 
 class TrainersSpec(Model):
@@ -58,6 +64,19 @@ class TrainersSpec(Model):
     """Service accounts of this namespace. The operator gives them a Role for this one fleet."""
 
 
+def _equal_in_pairs(flag: str) -> Rule:
+    """SGLang's decode side refuses, or misreads, the KV cache of a prefill engine with another value."""
+
+    def value(group: str) -> str:
+        return f"('{flag}' in {group}.engine.args ? {group}.engine.args['{flag}'] : '')"
+
+    return Rule(
+        "self.groups.all(g, !(g.role in ['Prefill', 'Decode']) || self.groups.all(h, "
+        f"!(h.role in ['Prefill', 'Decode']) || {value('g')} == {value('h')}))",
+        f"groups: engine.args[{flag}] must be the same in all Prefill and Decode groups, since they share a KV cache",
+    )
+
+
 class RolloutServerSpec(Model):
     """What is wanted."""
 
@@ -66,6 +85,18 @@ class RolloutServerSpec(Model):
             "self.groups.all(g, self.groups.exists_one(h, h.name == g.name))",
             "groups: every name may be used once",
         ),
+        Rule(
+            "self.groups.exists(g, g.role == 'Prefill') == self.groups.exists(g, g.role == 'Decode')",
+            "groups: role Prefill needs a group of role Decode, and Decode one of role Prefill",
+        ),
+        Rule(
+            "!(self.groups.exists(g, g.role == 'Prefill') && self.groups.exists(g, g.role == 'Regular'))",
+            "groups: role Regular beside Prefill and Decode would never get a request, since the router pairs; "
+            "make a RolloutServer of its own for it",
+        ),
+        _equal_in_pairs("page-size"),
+        _equal_in_pairs("kv-cache-dtype"),
+        _equal_in_pairs("disaggregation-transfer-backend"),
     )
 
     model: ModelSpec

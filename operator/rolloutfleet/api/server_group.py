@@ -11,11 +11,13 @@ from pydantic import Field
 
 from rolloutfleet.api.common import (
     Conditions,
+    DrainSeconds,
     EnginePhase,
     EngineSpec,
     ModelSpec,
     RecoverySpec,
     Role,
+    RollingUpdate,
     WeightsSpec,
 )
 from rolloutfleet.api.schema import Column, Kind, ListMap, Model, Opaque, Resource, Scale
@@ -35,6 +37,8 @@ class ServerGroupSpec(Model):
     offload: bool = False
     template: Annotated[dict[str, Any], Opaque(fields=("metadata", "spec"))] | None = None
     recovery: RecoverySpec = RecoverySpec()
+    rolling_update: RollingUpdate = RollingUpdate()
+    drain_timeout_seconds: DrainSeconds = 300
     weights: WeightsSpec | None = None
 
 
@@ -63,7 +67,8 @@ class EngineStatus(Model):
     pod: Annotated[str, Field(max_length=253)] = ""
     """Name of the rank 0 pod."""
     pod_uid: Annotated[str, Field(max_length=64)] = ""
-    """UID of that pod once it was seen: when it is gone this life has ended, and its name is never used again."""
+    """UID of that pod once all pods of this life were seen: when one is gone this life has ended, and no name of it is
+    ever used again."""
     weight_version: Annotated[int, Field(ge=0)] | None = None
     """Known only after the engine's weights checksum agreed with the fleet's."""
     restarts: Annotated[int, Field(ge=0)] = 0
@@ -72,6 +77,8 @@ class EngineStatus(Model):
     """Failures since the engine last served; sets the backoff."""
     retry_at: Annotated[str, Field(max_length=64)] = ""
     """When the next life may begin, while phase is Failed."""
+    drain_until: Annotated[str, Field(max_length=64)] = ""
+    """While Draining: when requests that still run are aborted."""
     last_failure: Failure | None = None
 
 

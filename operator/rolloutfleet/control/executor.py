@@ -18,6 +18,7 @@ from rolloutfleet.control.events import event_manifest
 from rolloutfleet.control.probes import Prober
 from rolloutfleet.control.store import FleetKey, FleetStore
 from rolloutfleet.engine.errors import EngineError
+from rolloutfleet.engine.pair import generate_through
 from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.engine.sglang import EngineClient
 from rolloutfleet.kube import client as kube
@@ -31,7 +32,9 @@ from rolloutfleet.plan.actions import (
     DeleteObject,
     DeletePod,
     Deregister,
+    Drain,
     Emit,
+    PairCheck,
     Register,
     SetGate,
     Verify,
@@ -94,11 +97,15 @@ class Executor:
             case Deregister():
                 await self._deregister(key, action)
             case Verify():
-                self._start(key, action.pod_uid, "verify", self._verify(key, action))
+                self._start(key, (action.pod_uid,), "verify", self._verify(key, action))
             case CatchUp():
-                self._start(key, action.pod_uid, "catch-up", self._catch_up(key, action))
+                self._start(key, (action.pod_uid,), "catch-up", self._catch_up(key, action))
             case Continue():
-                self._start(key, action.pod_uid, "continue", self._continue(key, action))
+                self._start(key, (action.pod_uid,), "continue", self._continue(key, action))
+            case PairCheck():
+                self._start(key, (action.prefill_uid, action.decode_uid), "pair check", self._check_pair(key, action))
+            case Drain():
+                self._start(key, (action.pod_uid,), "drain", self._drain(action))
             case Emit():
                 await self._emit(key, action)
             case _:
@@ -210,7 +217,9 @@ class Executor:
     async def _register(self, key: FleetKey, action: Register) -> None:
         await self._require_same_training(key)
         try:
-            await self._router(action.router_url).add_worker(action.url, worker_type="regular")
+            await self._router(action.router_url).add_worker(
+                action.url, worker_type=action.kind.type, bootstrap_port=action.kind.bootstrap_port
+            )
         except EngineError as error:
             logger.warning("router %s did not take %s: %s", action.router, action.url, error)
             self._enqueue_after(key, RETRY_PAUSE_SECONDS)
@@ -237,27 +246,28 @@ class Executor:
 
     # Engines
 
-    def _start(self, key: FleetKey, pod_uid: str, what: str, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, key: FleetKey, pods: tuple[str, ...], what: str, work: Coroutine[Any, Any, None]) -> None:
         async def run() -> None:
             pause = 0.0
             try:
                 await work
             except (Stop, kube.ApiError) as error:
-                logger.info("%s/%s: %s of pod %s put off: %s", key.namespace, key.name, what, pod_uid, error)
+                logger.info("%s/%s: %s of pods %s put off: %s", key.namespace, key.name, what, pods, error)
             except EngineError as error:
-                logger.warning("%s/%s: %s of pod %s failed: %s", key.namespace, key.name, what, pod_uid, error)
+                logger.warning("%s/%s: %s of pods %s failed: %s", key.namespace, key.name, what, pods, error)
                 pause = CATCH_UP_PAUSE_SECONDS if what == "catch-up" else RETRY_PAUSE_SECONDS
                 if what == "catch-up":
-                    self._store.catch_up_failures[pod_uid] = shorten(str(error))
+                    self._store.catch_up_failures[pods[0]] = shorten(str(error))
                     self._enqueue(key)
             finally:
                 if pause:
                     await asyncio.sleep(pause)
-                self._store.busy.pop(pod_uid, None)
+                for uid in pods:
+                    self._store.busy.pop(uid, None)
                 self._enqueue(key)
 
-        self._store.busy[pod_uid] = what
-        task = asyncio.create_task(run(), name=f"{what} {pod_uid}")
+        self._store.busy.update(dict.fromkeys(pods, what))
+        task = asyncio.create_task(run(), name=f"{what} {' '.join(pods)}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -297,6 +307,37 @@ class Executor:
     async def _continue(self, key: FleetKey, action: Continue) -> None:
         await self._require_same_training(key)
         await self._engine(action.url).continue_generation()
-        probe = self._store.probes.get(action.pod_uid)
+        self._update_probe(action.pod_uid, lambda probe: replace(probe, paused=False))
+
+    async def _check_pair(self, key: FleetKey, action: PairCheck) -> None:
+        await self._require_same_training(key)
+        prefill, decode = action.prefill_uid, action.decode_uid
+        try:
+            await generate_through(
+                self._engine(action.prefill_url),
+                self._engine(action.decode_url),
+                bootstrap_host=action.bootstrap_host,
+                bootstrap_port=action.bootstrap_port,
+            )
+        except EngineError as error:
+            text = shorten(str(error))
+            self._update_probe(prefill, lambda probe: probe.pair_failed(decode, text))
+            self._update_probe(decode, lambda probe: probe.pair_failed(prefill, text))
+            raise
+        self._update_probe(prefill, lambda probe: probe.pair_proved(action.prefill_peers))
+        self._update_probe(decode, lambda probe: probe.pair_proved(action.decode_peers))
+
+    async def _drain(self, action: Drain) -> None:
+        engine = self._engine(action.url)
+        if action.abort:
+            await engine.abort_all()
+        else:
+            load = await engine.load()
+            if load.running + load.waiting:
+                return
+        self._update_probe(action.pod_uid, lambda probe: replace(probe, drained=action.until))
+
+    def _update_probe(self, pod_uid: str, change: Callable[[EngineProbe], EngineProbe]) -> None:
+        probe = self._store.probes.get(pod_uid)
         if probe is not None:
-            self._store.probes[action.pod_uid] = replace(probe, paused=False)
+            self._store.probes[pod_uid] = change(probe)

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from rolloutfleet.api.common import EngineFacts
 from rolloutfleet.api.names import COMPONENT_ENGINE, COMPONENT_ROUTER, ENGINE_PORT, ROUTER_PORT
 from rolloutfleet.control.store import FleetKey, FleetStore
+from rolloutfleet.engine import router
 from rolloutfleet.engine.errors import EngineError
-from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.engine.sglang import EngineClient
-from rolloutfleet.plan.observed import EngineProbe, pod_url
+from rolloutfleet.plan.observed import EngineProbe, Worker, WorkerKind, pod_url
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class Prober:
         store: FleetStore,
         enqueue: Callable[[FleetKey], None],
         engine: Callable[[str], EngineClient],
-        router: Callable[[str], RouterClient],
+        router: Callable[[str], router.RouterClient],
         monotonic: Callable[[], float],
     ) -> None:
         self._store = store
@@ -99,7 +100,8 @@ class Prober:
             except EngineError:
                 answering, label = False, ""
         if not answering:
-            after = replace(before, answering=False) if before else EngineProbe(answering=False)
+            # Whoever answers next at this address may be another process: only what is read from now on counts.
+            after = replace(before, answering=False, facts=None) if before else EngineProbe(answering=False)
         else:
             known = before or EngineProbe(answering=True)
             if label != known.label:
@@ -109,7 +111,9 @@ class Prober:
             latest = self._store.probes.get(uid)
             if latest is not before and latest is not None:
                 known = latest if latest.label == label else known  # a checksum was read while we looked
-            after = replace(known, answering=True, paused=paused, label=label)
+            facts = known.facts or await _facts(engine)
+            load = await _load(engine)
+            after = replace(known, answering=True, paused=paused, label=label, facts=facts, load=load)
         self._store.probes[uid] = after
         if after != before:
             self._enqueue(key)
@@ -124,13 +128,34 @@ class Prober:
         except EngineError:
             after = None
         else:
-            after = {worker.url: worker.is_healthy for worker in workers}
+            after = {worker.url: _listed(worker) for worker in workers}
             for url in after:
                 registering.pop(url, None)
         self._store.tables[uid] = after
         if after != before:
             self._enqueue(key)
-        return not registering and after is not None and all(after.values())
+        return not registering and after is not None and all(worker.healthy for worker in after.values())
+
+
+def _listed(worker: router.Worker) -> Worker:
+    kind = WorkerKind(type=worker.worker_type, bootstrap_port=worker.bootstrap_port)
+    return Worker(healthy=worker.is_healthy, kind=kind)
+
+
+async def _facts(engine: EngineClient) -> EngineFacts | None:
+    try:
+        return await engine.server_info()
+    except EngineError as error:
+        logger.warning("%s", error)
+        return None
+
+
+async def _load(engine: EngineClient) -> int:
+    try:
+        load = await engine.load()
+    except EngineError:
+        return 0
+    return load.running + load.waiting
 
 
 async def _flag(call: Any) -> bool:

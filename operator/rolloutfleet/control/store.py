@@ -19,7 +19,7 @@ from rolloutfleet.api.rollout_server import RolloutServer
 from rolloutfleet.api.server_group import ServerGroup
 from rolloutfleet.plan.failures import Trouble
 from rolloutfleet.plan.objects import CHILD_KINDS
-from rolloutfleet.plan.observed import EngineProbe, Fleet, LeaseView, engine_pod, router_pod
+from rolloutfleet.plan.observed import EngineProbe, Fleet, LeaseView, Worker, engine_pod, router_pod
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class FleetStore:
         self._fleets: dict[FleetKey, _Seen] = {}
         self._lease_renewals: dict[FleetKey, tuple[str, datetime]] = {}
         self.probes: dict[str, EngineProbe] = {}
-        self.tables: dict[str, dict[str, bool] | None] = {}
+        self.tables: dict[str, dict[str, Worker] | None] = {}
         self.registering: dict[str, dict[str, datetime]] = {}
         self.busy: dict[str, str] = {}
         self.create_failures: dict[FleetKey, dict[str, Trouble]] = {}

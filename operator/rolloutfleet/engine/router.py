@@ -6,14 +6,12 @@ Its registry lives in memory only, and a 202 to a registration promises nothing:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from rolloutfleet.engine.errors import EngineRefused
 from rolloutfleet.engine.http import HttpPeer
 
 TABLE_SECONDS = 5.0
-
-WorkerType = Literal["regular", "prefill", "decode"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +20,7 @@ class Worker:
     url: str
     worker_type: str
     is_healthy: bool
+    bootstrap_port: int | None = None
 
 
 class RouterClient(HttpPeer):
@@ -34,13 +33,20 @@ class RouterClient(HttpPeer):
                 url=str(worker["url"]).rstrip("/"),
                 worker_type=str(worker.get("worker_type", "")),
                 is_healthy=bool(worker.get("is_healthy")),
+                bootstrap_port=worker.get("bootstrap_port"),
             )
             for worker in answer.get("workers") or []
         ]
 
-    async def add_worker(self, url: str, *, worker_type: WorkerType = "regular") -> None:
-        """Ask for a registration; look for it in `list_workers`."""
-        await self._call("POST", "/workers", seconds=TABLE_SECONDS, body={"url": url, "worker_type": worker_type})
+    async def add_worker(self, url: str, *, worker_type: str, bootstrap_port: int | None = None) -> None:
+        """Ask for a registration as regular, prefill or decode; look for it in `list_workers`.
+
+        The router checks neither type nor port: an unknown type becomes regular.
+        """
+        body: dict[str, Any] = {"url": url, "worker_type": worker_type}
+        if bootstrap_port is not None:
+            body["bootstrap_port"] = bootstrap_port
+        await self._call("POST", "/workers", seconds=TABLE_SECONDS, body=body)
 
     async def remove_worker(self, worker_id: str) -> None:
         """Requests in flight on it complete. One that is gone already is success."""

@@ -10,15 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
+from rolloutfleet.api.common import EngineFacts
 from rolloutfleet.engine.errors import EngineRefused
 from rolloutfleet.engine.http import HttpPeer
 
 FLAG_SECONDS = 3.0
+INFO_SECONDS = 10.0
 CONTROL_SECONDS = 60.0
 CHECKSUM_SECONDS = 120.0
 LOAD_SECONDS = 1800.0
 
 PauseMode = Literal["abort", "retract", "in_place"]
+_ROLES = {"null": "Regular", "prefill": "Prefill", "decode": "Decode"}
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 
 
@@ -56,6 +61,23 @@ class EngineClient(HttpPeer):
     async def model_info(self) -> ModelInfo:
         info = await self._ask("GET", "/model_info", seconds=FLAG_SECONDS)
         return ModelInfo(model_path=str(info.get("model_path", "")), weight_version=str(info.get("weight_version", "")))
+
+    async def server_info(self) -> EngineFacts:
+        info = await self._ask("GET", "/server_info", seconds=INFO_SECONDS)
+        role = _ROLES.get(str(info.get("disaggregation_mode") or "null"))
+        try:
+            return EngineFacts.model_validate(
+                {
+                    "role": role,
+                    "bootstrap_port": info.get("disaggregation_bootstrap_port") if role == "Prefill" else None,
+                    "tensor_parallel": info.get("tp_size"),
+                    "pipeline_parallel": info.get("pp_size", 1),
+                    "memory_saver": info.get("enable_memory_saver", False),
+                    "version": str(info.get("version", "")),
+                }
+            )
+        except ValidationError as error:
+            raise EngineRefused(f"{self.url}/server_info: not SGLang's: {error}", status=200) from error
 
     async def load(self) -> Load:
         answer = await self._ask("GET", "/v1/loads?include=core", seconds=FLAG_SECONDS)

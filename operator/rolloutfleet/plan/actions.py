@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rolloutfleet.plan.observed import WorkerKind
+
 
 @dataclass(frozen=True)
 class Apply:
@@ -62,6 +64,7 @@ class Register:
     router: str
     router_url: str
     url: str
+    kind: WorkerKind
     training_key: str
 
 
@@ -104,6 +107,33 @@ class Continue:
 
 
 @dataclass(frozen=True)
+class PairCheck:
+    """Send one request through a prefill and a decode engine, as a router would."""
+
+    prefill_uid: str
+    prefill_url: str
+    bootstrap_host: str
+    bootstrap_port: int | None
+    decode_uid: str
+    decode_url: str
+    prefill_peers: frozenset[str]
+    """Pods that the prefill engine is known to work with if the request succeeds: those there are now."""
+    decode_peers: frozenset[str]
+    training_key: str
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Look whether an engine that no router lists has finished its requests; after the time is up, abort them."""
+
+    pod_uid: str
+    url: str
+    until: str
+    """The drain that this look belongs to: its `drainUntil`."""
+    abort: bool
+
+
+@dataclass(frozen=True)
 class Emit:
     """A Kubernetes event, on a transition."""
 
@@ -134,6 +164,8 @@ Action = (
     | Verify
     | CatchUp
     | Continue
+    | PairCheck
+    | Drain
     | Emit
     | Requeue
 )

@@ -9,9 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rolloutfleet.api.names import ENGINE_PORT, INITIAL_WEIGHT_VERSION, ROUTER_METRICS_PORT, ROUTER_PORT
+from rolloutfleet.api.names import (
+    BOOTSTRAP_PORT,
+    ENGINE_PORT,
+    INITIAL_WEIGHT_VERSION,
+    RENDEZVOUS_PORT,
+    ROUTER_METRICS_PORT,
+    ROUTER_PORT,
+    rendezvous_host,
+)
 from rolloutfleet.api.rollout_server import RouterSpec
-from rolloutfleet.api.server_group import ServerGroupSpec
+from rolloutfleet.api.server_group import ServerGroup
 
 MULTI_VALUE_FLAGS = frozenset(
     {
@@ -69,9 +77,9 @@ def escaped(words: Sequence[str]) -> list[str]:
     return [escape_for_kubelet(word) for word in words]
 
 
-def engine_arguments(spec: ServerGroupSpec) -> list[str]:
-    """Arguments of `sglang.launch_server` for a one-pod engine, ready for a container's `args`."""
-    engine = spec.engine
+def engine_arguments(group: ServerGroup, *, index: int, epoch: int, rank: int) -> list[str]:
+    """Arguments of `sglang.launch_server` for one pod of an engine, ready for a container's `args`."""
+    spec, engine = group.spec, group.spec.engine
     ours = {
         "model-path": spec.model.path,
         "host": "0.0.0.0",
@@ -84,6 +92,17 @@ def engine_arguments(spec: ServerGroupSpec) -> list[str]:
         ours["served-model-name"] = spec.model.served_name
     if spec.offload:
         ours["enable-memory-saver"] = ""
+    if engine.nodes > 1:
+        host = rendezvous_host(group.name, group.namespace, index, epoch)
+        ours |= {
+            "nnodes": str(engine.nodes),
+            "node-rank": str(rank),
+            "dist-init-addr": f"{host}:{RENDEZVOUS_PORT}",
+        }
+    if spec.role == "Prefill":
+        ours |= {"disaggregation-mode": "prefill", "disaggregation-bootstrap-port": str(BOOTSTRAP_PORT)}
+    elif spec.role == "Decode":
+        ours["disaggregation-mode"] = "decode"
     return escaped(flag_words(ours) + flag_words(engine.args, MULTI_VALUE_FLAGS))
 
 
@@ -102,7 +121,7 @@ ROUTER_DEFAULTS: Mapping[str, str] = {
 }
 
 
-def router_arguments(spec: RouterSpec) -> list[str]:
+def router_arguments(spec: RouterSpec, *, disaggregated: bool) -> list[str]:
     """Arguments of `sglang_router.launch_router`, ready for a container's `args`."""
     ours = {
         "host": "0.0.0.0",
@@ -111,4 +130,6 @@ def router_arguments(spec: RouterSpec) -> list[str]:
         "prometheus-host": "0.0.0.0",
         "prometheus-port": str(ROUTER_METRICS_PORT),
     }
+    if disaggregated:
+        ours["pd-disaggregation"] = ""
     return escaped(flag_words({**ROUTER_DEFAULTS, **ours, **spec.args}))

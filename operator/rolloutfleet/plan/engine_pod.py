@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from rolloutfleet.api.names import (
+    ANNOTATION_NODES,
+    ANNOTATION_PEERS,
     ANNOTATION_REVISION,
+    BOOTSTRAP_PORT,
     COMPONENT_ENGINE,
     ENGINE_CONTAINER,
     ENGINE_PORT,
@@ -19,10 +23,13 @@ from rolloutfleet.api.names import (
     LABEL_RANK,
     LABEL_SERVER,
     MANAGED_BY,
+    RENDEZVOUS_PORT,
     engine_pod_name,
+    ranks_service_name,
 )
-from rolloutfleet.api.server_group import ServerGroup
+from rolloutfleet.api.server_group import ServerGroup, ServerGroupSpec
 from rolloutfleet.plan.engine_args import engine_arguments
+from rolloutfleet.plan.engine_env import CACHE_PATH, engine_environment
 from rolloutfleet.plan.objects import owner_reference
 from rolloutfleet.plan.overlay import OverlayError, merge
 from rolloutfleet.plan.revision import group_revision
@@ -41,12 +48,18 @@ OWNED_POD_FIELDS = (
 
 WEIGHTS_VOLUME = "rolloutfleet-weights"
 CACHE_VOLUME = "rolloutfleet-cache"
+EXIT_SECONDS = 60
+"""SGLang polls its own shutdown every 5 s and gives its schedulers 15 s."""
 SHM_VOLUME = "rolloutfleet-shm"
-CACHE_PATH = "/var/cache/rolloutfleet"
 
 
-def engine_pod(group: ServerGroup, *, index: int, epoch: int, rank: int = 0) -> dict[str, Any]:
-    """The pod manifest. Raises OverlayError when the template cannot be applied; the text names the field."""
+def engine_pod(
+    group: ServerGroup, *, index: int, epoch: int, rank: int = 0, peers: Iterable[str] = ()
+) -> dict[str, Any]:
+    """The pod manifest. Raises OverlayError when the template cannot be applied; the text names the field.
+
+    `peers`: revisions of the other role's groups that a prefill or decode engine is meant to work with.
+    """
     labels = {
         LABEL_SERVER: group.spec.server,
         LABEL_COMPONENT: COMPONENT_ENGINE,
@@ -57,11 +70,17 @@ def engine_pod(group: ServerGroup, *, index: int, epoch: int, rank: int = 0) -> 
         LABEL_RANK: str(rank),
         LABEL_MANAGED_BY: MANAGED_BY,
     }
-    template = {"metadata": {"labels": {}, "annotations": {}}, "spec": _pod_spec(group)}
+    template = {"metadata": {"labels": {}, "annotations": {}}, "spec": _pod_spec(group, index, epoch, rank)}
     overlay = group.spec.template or {}
     _refuse_owned_fields(overlay)
     template = merge(template, overlay)
+    _refuse_short_grace(template["spec"], group)
     metadata = template["metadata"]
+    annotations = {
+        ANNOTATION_REVISION: group_revision(group.spec),
+        ANNOTATION_NODES: str(group.spec.engine.nodes),
+        ANNOTATION_PEERS: ",".join(sorted(peers)),
+    }
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -69,17 +88,14 @@ def engine_pod(group: ServerGroup, *, index: int, epoch: int, rank: int = 0) -> 
             "name": engine_pod_name(group.name, index, epoch, rank),
             "namespace": group.namespace,
             "labels": {**(metadata.get("labels") or {}), **labels},
-            "annotations": {
-                **(metadata.get("annotations") or {}),
-                ANNOTATION_REVISION: group_revision(group.spec),
-            },
+            "annotations": {**(metadata.get("annotations") or {}), **annotations},
             "ownerReferences": [owner_reference(group)],
         },
         "spec": template["spec"],
     }
 
 
-def _pod_spec(group: ServerGroup) -> dict[str, Any]:
+def _pod_spec(group: ServerGroup, index: int, epoch: int, rank: int) -> dict[str, Any]:
     spec = group.spec
     mounts: list[dict[str, Any]] = [
         {"name": SHM_VOLUME, "mountPath": "/dev/shm"},
@@ -94,13 +110,15 @@ def _pod_spec(group: ServerGroup) -> dict[str, Any]:
         mounts.append({"name": WEIGHTS_VOLUME, "mountPath": spec.weights.mount_path, "readOnly": True})
     gpus = {GPU_RESOURCE: str(spec.engine.gpus_per_pod)}
     return {
+        **_placement(group, index, epoch),
+        **_names(group, index, epoch, rank),
         "restartPolicy": "Never",
         # As PID 1 a crashed SGLang cannot kill itself and exits 0; with the pause process as PID 1 it exits 137.
         "shareProcessNamespace": True,
         # Every Service of the namespace would inject NAME_PORT=tcp://... into SGLang's environment.
         "enableServiceLinks": False,
         "automountServiceAccountToken": False,
-        "terminationGracePeriodSeconds": 60,
+        "terminationGracePeriodSeconds": spec.drain_timeout_seconds + EXIT_SECONDS,
         "readinessGates": [{"conditionType": GATE_ROUTABLE}],
         "tolerations": [{"key": GPU_RESOURCE, "operator": "Exists", "effect": "NoSchedule"}],
         "volumes": volumes,
@@ -109,27 +127,17 @@ def _pod_spec(group: ServerGroup) -> dict[str, Any]:
                 "name": ENGINE_CONTAINER,
                 "image": spec.engine.image,
                 "command": ["python3", "-m", "sglang.launch_server"],
-                "args": engine_arguments(spec),
-                "ports": [{"name": "http", "containerPort": ENGINE_PORT, "protocol": "TCP"}],
-                "env": [
-                    {"name": "SGLANG_HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-                    # Images run under any user: home and compile caches must be writable.
-                    {"name": "HOME", "value": CACHE_PATH},
-                    {"name": "XDG_CACHE_HOME", "value": CACHE_PATH},
-                    {"name": "TRITON_CACHE_DIR", "value": f"{CACHE_PATH}/triton"},
-                    # The router registers through /health. With a generation in it, a paused engine would not answer,
-                    # and SGLang would then call itself unhealthy for good (measured, 0.5.23).
-                    {"name": "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "value": "0"},
-                    # Expandable segments break the memory saver, and NCCL settings must agree with the trainer's.
-                    {"name": "NCCL_CUMEM_ENABLE", "value": "0"},
-                ],
+                "args": engine_arguments(group, index=index, epoch=epoch, rank=rank),
+                "ports": _ports(spec),
+                "env": engine_environment(spec),
                 "resources": {"requests": dict(gpus), "limits": dict(gpus)},
                 "volumeMounts": mounts,
                 # The last lines of the log become the reason that users see when the engine dies.
                 "terminationMessagePolicy": "FallbackToLogsOnError",
-                # /ping is a flag: 200 while the trainer holds the engine, without generating a token.
+                # /ping is a flag: 200 while the trainer holds the engine, without generating a token. Ranks other than
+                # 0 serve a dummy /health and nothing else; rank 0 answers only while all of them do their part.
                 "readinessProbe": {
-                    "httpGet": {"path": "/ping", "port": ENGINE_PORT},
+                    "httpGet": {"path": "/ping" if rank == 0 else "/health", "port": ENGINE_PORT},
                     "periodSeconds": 2,
                     "timeoutSeconds": 3,
                     "failureThreshold": 3,
@@ -137,6 +145,55 @@ def _pod_spec(group: ServerGroup) -> dict[str, Any]:
             }
         ],
     }
+
+
+def _placement(group: ServerGroup, index: int, epoch: int) -> dict[str, Any]:
+    """Engines of a group on different nodes where that is possible; pods of one engine together where the user asks."""
+    placement: dict[str, Any] = {
+        "topologySpreadConstraints": [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": {LABEL_GROUP_UID: group.uid}},
+            }
+        ]
+    }
+    if group.spec.engine.topology_key is not None:
+        same_life = {LABEL_GROUP_UID: group.uid, LABEL_ENGINE_INDEX: str(index), LABEL_EPOCH: str(epoch)}
+        term = {"topologyKey": group.spec.engine.topology_key, "labelSelector": {"matchLabels": same_life}}
+        placement["affinity"] = {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+    return placement
+
+
+def _names(group: ServerGroup, index: int, epoch: int, rank: int) -> dict[str, Any]:
+    """A DNS name of its own for each pod of an engine of several pods."""
+    if group.spec.engine.nodes == 1:
+        return {}
+    return {
+        "hostname": engine_pod_name(group.name, index, epoch, rank),
+        "subdomain": ranks_service_name(group.name),
+    }
+
+
+def _ports(spec: ServerGroupSpec) -> list[dict[str, Any]]:
+    """Declared, so that the scheduler keeps engines apart that share their nodes' network (hostNetwork)."""
+    ports = {"http": ENGINE_PORT}
+    if spec.role == "Prefill":
+        ports["bootstrap"] = BOOTSTRAP_PORT
+    if spec.engine.nodes > 1:
+        ports["rendezvous"] = RENDEZVOUS_PORT
+    return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()]
+
+
+def _refuse_short_grace(pod_spec: dict[str, Any], group: ServerGroup) -> None:
+    grace = pod_spec["terminationGracePeriodSeconds"]
+    if not isinstance(grace, int) or grace < group.spec.drain_timeout_seconds:
+        raise OverlayError(
+            f"template.spec.terminationGracePeriodSeconds: {grace} is shorter than drainTimeoutSeconds "
+            f"({group.spec.drain_timeout_seconds}): requests would be killed while they may still run; "
+            "raise it, or lower drainTimeoutSeconds"
+        )
 
 
 def _refuse_owned_fields(overlay: dict[str, Any]) -> None:

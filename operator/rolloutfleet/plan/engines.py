@@ -7,14 +7,15 @@ a pod can never be taken for one about its successor.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 
-from rolloutfleet.api.common import EnginePhase, RecoverySpec
-from rolloutfleet.api.names import engine_pod_name
+from rolloutfleet.api.common import EnginePhase, RecoverySpec, Role
+from rolloutfleet.api.names import engine_name
 from rolloutfleet.api.server_group import EngineStatus, Failure
-from rolloutfleet.plan.observed import EnginePod, EngineProbe, Fleet, parse_time
+from rolloutfleet.plan.observed import EnginePod, EngineProbe, Fleet, WorkerKind, parse_time
 from rolloutfleet.plan.training import Training
 
 
@@ -27,14 +28,26 @@ class Weights(StrEnum):
     """The label may fit, but no checksum was read since the weights may last have changed."""
 
 
+class Pairing(StrEnum):
+    """Whether a prefill or decode engine is known to work with engines of the other role."""
+
+    PROVED = "Proved"
+    """A request went through it and a peer, and no peer has gone since. Regular engines need no peer."""
+    UNPROVED = "Unproved"
+    ALONE = "Alone"
+    """No peer is up to try it with."""
+
+
 @dataclass(frozen=True)
 class EngineView:
     """One engine of a group as a plan sees it."""
 
     group: str
     """Name of the ServerGroup."""
+    role: Role
     record: EngineStatus
-    pod: EnginePod | None
+    pods: tuple[EnginePod, ...]
+    """Those of this life that exist, by rank; rank 0 answers for all."""
     probe: EngineProbe
     weights: Weights
     expected: str
@@ -43,45 +56,85 @@ class EngineView:
     """Some router lists its URL."""
     acknowledged: bool
     """Every router that takes traffic lists its URL as healthy."""
+    outdated: bool = False
+    """Made from an older revision of the group's spec."""
+    pairing: Pairing = Pairing.PROVED
+    aside: bool = False
+    """Must not serve beside engines of another revision that do."""
     leaving: bool = False
     """On its way out: replaced by a new revision, or scaled away."""
 
     @property
+    def pod(self) -> EnginePod | None:
+        return self.pods[0] if self.pods and self.pods[0].rank == 0 else None
+
+    @property
     def answering(self) -> bool:
-        return self.pod is not None and self.pod.alive and self.probe.answering
+        return self.pod is not None and all(pod.alive for pod in self.pods) and self.probe.answering
+
+    @property
+    def fits(self) -> bool:
+        """SGLang itself says that it has the role that it was started for."""
+        return self.probe.facts is None or self.probe.facts.role == self.role
+
+    @property
+    def worker(self) -> WorkerKind:
+        """As what routers are to list it."""
+        facts = self.probe.facts
+        if facts is None:
+            return WorkerKind()
+        return WorkerKind(type=facts.role.lower(), bootstrap_port=facts.bootstrap_port)
+
+    @property
+    def serves(self) -> bool:
+        """Requests reach it, and it has the right weights."""
+        proved = self.weights is Weights.CURRENT and self.pairing is Pairing.PROVED
+        return self.answering and self.acknowledged and proved and self.fits and not self.aside
 
 
 NO_PROBE = EngineProbe(answering=False)
 
 
-def current_pod(record: EngineStatus, pods: tuple[EnginePod, ...]) -> EnginePod | None:
-    """The rank 0 pod of the life that the record names."""
-    for pod in pods:
-        if pod.index == record.index and pod.epoch == record.epoch and pod.rank == 0:
-            return pod
-    return None
+def pods_of_life(record: EngineStatus, pods: Iterable[EnginePod]) -> tuple[EnginePod, ...]:
+    """The pods of the life that the record names, by rank."""
+    life = [pod for pod in pods if pod.index == record.index and pod.epoch == record.epoch]
+    return tuple(sorted(life, key=lambda pod: pod.rank))
+
+
+def complete(pods: tuple[EnginePod, ...]) -> bool:
+    """Every rank has its pod."""
+    return bool(pods) and len(pods) == pods[0].nodes
 
 
 def ended(
-    record: EngineStatus, pod: EnginePod | None, recovery: RecoverySpec, now: datetime, answering: bool
+    record: EngineStatus, pods: tuple[EnginePod, ...], recovery: RecoverySpec, now: datetime, answering: bool
 ) -> Failure | None:
-    """Why this life of the engine is over, or None while it goes on."""
-    if pod is None:
-        if record.pod_uid:
-            return Failure(reason="PodDeleted", message="the pod is gone", pod=record.pod)
-        return None  # not created yet
-    if record.pod_uid and pod.uid != record.pod_uid:
-        return Failure(reason="PodDeleted", message="another pod took its name", pod=pod.name)
-    if pod.trouble is not None and pod.trouble.ended:
-        return Failure(reason=pod.trouble.reason, message=pod.trouble.message, pod=pod.name)
-    if pod.deleting:
-        return Failure(reason="PodDeleted", message="the pod was deleted", pod=pod.name)
-    if pod.running_since is not None and not answering:
+    """Why this life of the engine is over, or None while it goes on. Any of its pods ends it: the ranks of a parallel
+    engine cannot be replaced one by one."""
+    for pod in pods:
+        if pod.trouble is not None and pod.trouble.ended:
+            return Failure(reason=pod.trouble.reason, message=pod.trouble.message, pod=pod.name)
+        if pod.deleting:
+            return Failure(reason="PodDeleted", message="the pod was deleted", pod=pod.name)
+    if record.pod_uid:  # all of them were there
+        if not complete(pods) or pods[0].rank != 0:
+            return Failure(reason="PodDeleted", message="a pod of it is gone", pod=record.pod)
+        if pods[0].uid != record.pod_uid:
+            return Failure(reason="PodDeleted", message="another pod took its name", pod=pods[0].name)
+    started = started_at(pods)
+    if started is not None and not answering:
         deadline = timedelta(seconds=recovery.startup_deadline_seconds)
-        if record.phase in (EnginePhase.STARTING, EnginePhase.PENDING) and now - pod.running_since > deadline:
+        if record.phase in (EnginePhase.STARTING, EnginePhase.PENDING) and now - started > deadline:
             text = f"not answering {recovery.startup_deadline_seconds} s after its container started"
-            return Failure(reason="StartupDeadlineExceeded", message=text, pod=pod.name)
+            return Failure(reason="StartupDeadlineExceeded", message=text, pod=pods[0].name)
     return None
+
+
+def started_at(pods: tuple[EnginePod, ...]) -> datetime | None:
+    """When the last of its containers started; None while one has not."""
+    starts = [pod.running_since for pod in pods]
+    known = [start for start in starts if start is not None]
+    return max(known) if complete(pods) and len(known) == len(starts) else None
 
 
 HARMLESS_ENDS = frozenset(
@@ -139,20 +192,21 @@ def weights_of(pod: EnginePod, probe: EngineProbe, expected: str, training: Trai
 def phase_of(view: EngineView, fleet: Fleet, training: Training, now: datetime) -> tuple[EnginePhase, str, str]:
     """(phase, reason, message): where the engine stands and, unless it serves, why."""
     record, pod = view.record, view.pod
-    if pod is None or pod.ended:
+    if pod is None or pod.ended or not complete(view.pods):
         if waiting_for_retry(record, now) and record.last_failure is not None:
             return EnginePhase.FAILED, record.last_failure.reason, record.last_failure.message
-        refused = fleet.create_failures.get(engine_pod_name(view.group, record.index, record.epoch, 0))
-        if refused is not None:
-            return EnginePhase.PENDING, refused.reason, refused.message
+        lives = engine_name(view.group, record.index, record.epoch)
+        for name, refused in fleet.create_failures.items():
+            if name.startswith(f"{lives}-r"):
+                return EnginePhase.PENDING, refused.reason, refused.message
         return EnginePhase.PENDING, "PodNotCreated", ""
-    if pod.trouble is not None:
-        return (
-            (EnginePhase.STARTING if pod.scheduled else EnginePhase.PENDING),
-            pod.trouble.reason,
-            pod.trouble.message,
-        )
-    if not pod.scheduled:
+    scheduled = all(pod.scheduled for pod in view.pods)
+    for held_up in view.pods:
+        if held_up.trouble is not None:
+            phase = EnginePhase.STARTING if scheduled else EnginePhase.PENDING
+            message = held_up.trouble.message if len(view.pods) == 1 else f"{held_up.name}: {held_up.trouble.message}"
+            return phase, held_up.trouble.reason, message
+    if not scheduled:
         return EnginePhase.PENDING, "NotScheduled", ""
     if pod.name in training.memory_held:
         return EnginePhase.HELD, "MemoryReleased", "the trainer has released memory of this engine"
@@ -161,16 +215,36 @@ def phase_of(view: EngineView, fleet: Fleet, training: Training, now: datetime) 
             return EnginePhase.STARTING, "NotAnswering", "no answer on /ping"
         return EnginePhase.STARTING, "Loading", "SGLang does not answer yet"
     if view.leaving:
-        return EnginePhase.DRAINING, "Replaced", "a newer revision or a smaller scale takes its place"
+        return EnginePhase.DRAINING, "Draining", f"out of the routers; running requests have until {record.drain_until}"
     if training.held:
         return EnginePhase.HELD, "TrainerUpdates", "the trainer updates the fleet"
+    reason, message = _unready(view, fleet, training)
+    return (EnginePhase.STALE if reason else EnginePhase.SERVING), reason, message
+
+
+def _unready(view: EngineView, fleet: Fleet, training: Training) -> tuple[str, str]:
+    """(reason, message) why an engine that answers does not serve; empty when it does."""
+    pod = view.pod
+    uid, name = (pod.uid, pod.name) if pod is not None else ("", "")
+    facts = view.probe.facts
+    if not view.fits and facts is not None:
+        return "RoleMismatch", f"it was started as {facts.role}, the group's role is {view.role}"
     if view.weights is Weights.BEHIND:
-        problem = fleet.catch_up_failures.get(pod.uid)
+        problem = fleet.catch_up_failures.get(uid)
         if problem:
-            return EnginePhase.STALE, "CatchUpFailed", problem
-        return EnginePhase.STALE, "WeightsBehind", f"loads version {training.version}"
-    if view.weights is Weights.UNPROVED and (not view.acknowledged or pod.name in training.distrusted_pods):
-        return EnginePhase.STALE, "WeightsUnproved", "its weights checksum is being read"
+            return "CatchUpFailed", problem
+        return "WeightsBehind", f"loads version {training.version}"
+    if view.weights is Weights.UNPROVED and (not view.acknowledged or name in training.distrusted_pods):
+        return "WeightsUnproved", "its weights checksum is being read"
+    if view.aside:
+        return "OtherRevisionServes", "prefill and decode of two revisions never pair: it waits for a pair of its own"
+    if view.pairing is Pairing.ALONE and not view.acknowledged:
+        return "NoPeer", "no engine of the other role is up with the right weights"
+    # One that was listed when this operator started was proved by its predecessor: it serves while it is tried again.
+    known = view.probe.paired_with or view.probe.pair_failures
+    if view.pairing is Pairing.UNPROVED and (known or not view.acknowledged):
+        detail = f"; the last one failed: {view.probe.pair_error}" if view.probe.pair_error else ""
+        return "PairUnproved", f"a request through it and a peer is tried{detail}"
     if not view.acknowledged:
-        return EnginePhase.STALE, "NotRegistered", "not every router lists it as healthy yet"
-    return EnginePhase.SERVING, "", ""
+        return "NotRegistered", "not every router lists it as healthy yet"
+    return "", ""

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 from rolloutfleet.api.schema import Model, Resource
@@ -21,13 +22,18 @@ from rolloutfleet.plan.actions import (
     SetGate,
     Verify,
 )
-from rolloutfleet.plan.engines import EngineView, Weights
-from rolloutfleet.plan.groups import GroupPlan, plan_group
+from rolloutfleet.plan.changes import drain_step
+from rolloutfleet.plan.engines import EngineView, Weights, started_at
+from rolloutfleet.plan.groups import GroupPlan, GroupView, look_at, plan_group
 from rolloutfleet.plan.membership import Membership, membership_of, table_actions, table_complete
 from rolloutfleet.plan.objects import Defaults, child_actions
 from rolloutfleet.plan.observed import Fleet, parse_time
+from rolloutfleet.plan.pairing import pair_checks, with_pairing
 from rolloutfleet.plan.status import group_events, group_status, routable, server_events, server_status
 from rolloutfleet.plan.training import Training, training_of
+
+DRAIN_LOOKS = timedelta(seconds=1)
+"""How often an engine that finishes its requests is looked at."""
 
 
 def plan_fleet(
@@ -37,7 +43,9 @@ def plan_fleet(
         return []  # owner references take everything with it
     training = training_of(fleet, now)
     groups = [group for group in fleet.groups if not group.metadata.get("deletionTimestamp")]
-    plans = [plan_group(group, fleet, training, now) for group in groups]
+    seen = [look_at(group, fleet, training) for group in groups]
+    peers = with_pairing([view for group in seen for view in group.engines])
+    plans = [plan_group(_paired(group, peers), peers, fleet, training, now) for group in seen]
     engines = [view for plan in plans for view in plan.engines]
     membership = membership_of(engines, training)
 
@@ -55,8 +63,9 @@ def plan_fleet(
     actions += [action for action in tables if not isinstance(action, Deregister)]
     actions += _router_gates(fleet, membership)
     for view in engines:
-        actions += _engine_gate(view, training)
-        actions += _engine_work(view, fleet, training)
+        actions += _engine_gates(view, training)
+        actions += _engine_work(view, fleet, training, now)
+    actions += pair_checks(engines, fleet.busy, training)
 
     overall = server_status(fleet, statuses, membership, training, now)
     if overall != fleet.server.status.model_copy(update={"training": None}):
@@ -65,6 +74,10 @@ def plan_fleet(
         actions += group_events(plan.group, status)
     actions += server_events(fleet.server, overall)
     return actions + _wake_up(engines, plans, training, now)
+
+
+def _paired(seen: GroupView, peers: Sequence[EngineView]) -> GroupView:
+    return replace(seen, engines=tuple(view for view in peers if view.group == seen.group.name))
 
 
 def _apply_status(kind: str, owner: Resource, status: Model) -> ApplyStatus:
@@ -101,30 +114,32 @@ def _router_gates(fleet: Fleet, membership: Membership) -> list[Action]:
     return actions
 
 
-def _engine_gate(view: EngineView, training: Training) -> list[Action]:
-    if view.pod is None or view.pod.deleting or view.pod.ended:
-        return []
+def _engine_gates(view: EngineView, training: Training) -> list[Action]:
+    """One answer for all pods of an engine."""
     wanted = routable(view, training)
-    if view.pod.gate is wanted:
-        return []
-    if not wanted and view.pod.gate is None and not view.answering:
-        return []  # a gate that was never set counts as False
     return [
         SetGate(
-            pod=view.pod.name,
-            uid=view.pod.uid,
+            pod=pod.name,
+            uid=pod.uid,
             routable=wanted,
             reason="Serving" if wanted else (view.record.reason or "NotRegistered"),
             message=f"weight version {training.version}" if wanted else view.record.message,
         )
+        for pod in view.pods
+        if pod.alive
+        and pod.gate is not wanted
+        # A gate that was never set counts as False.
+        and (wanted or pod.gate is not None or view.answering)
     ]
 
 
-def _engine_work(view: EngineView, fleet: Fleet, training: Training) -> list[Action]:
-    """Prove, bring up to date, or resume one engine that nobody holds."""
+def _engine_work(view: EngineView, fleet: Fleet, training: Training, now: datetime) -> list[Action]:
+    """Prove, bring up to date, resume or drain one engine that nobody holds."""
     pod = view.pod
-    if pod is None or not view.answering or view.leaving or pod.uid in fleet.busy:
+    if pod is None or not view.answering or pod.uid in fleet.busy:
         return []
+    if view.leaving:
+        return list(drain_step(view, now))
     if training.held or pod.name in training.memory_held:
         return []
     if view.weights is Weights.UNPROVED:
@@ -152,11 +167,9 @@ def _wake_up(
     moments = [parse_time(view.record.retry_at) for view in engines if view.pod is None]
     for plan in plans:
         deadline = timedelta(seconds=plan.group.spec.recovery.startup_deadline_seconds + 1)
-        moments += [
-            view.pod.running_since + deadline
-            for view in plan.engines
-            if view.pod is not None and view.pod.running_since is not None and not view.answering
-        ]
+        starts = [started_at(view.pods) for view in plan.engines if not view.answering]
+        moments += [start + deadline for start in starts if start is not None]
+    moments += [now + DRAIN_LOOKS for view in engines if view.leaving]
     moments.append(training.held_until)
     ahead = [(moment - now).total_seconds() for moment in moments if moment is not None]
     soonest = min((seconds for seconds in ahead if seconds > 0), default=None)

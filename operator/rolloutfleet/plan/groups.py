@@ -1,8 +1,11 @@
-"""The engines of one ServerGroup: which lives are wanted, which pods to make and to delete, who is on its way out."""
+"""The engines of one ServerGroup: which lives are wanted, which pods to make and to delete, who is on its way out.
+
+Two steps, since what an engine may do can depend on engines of other groups: `look_at` each group, then `plan_group`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -10,23 +13,40 @@ from typing import Any
 from rolloutfleet.api.common import EnginePhase
 from rolloutfleet.api.server_group import EngineStatus, Failure, ServerGroup
 from rolloutfleet.plan.actions import Action, CreatePod, DeletePod
+from rolloutfleet.plan.changes import drain_until, drained, engines_wanted, free_indexes, outdated_to_replace, surplus
 from rolloutfleet.plan.engine_pod import engine_pod
 from rolloutfleet.plan.engines import (
     NO_PROBE,
     EngineView,
+    Pairing,
     Weights,
-    current_pod,
+    complete,
     ended,
     next_life,
     phase_of,
+    pods_of_life,
     waiting_for_retry,
     weights_of,
 )
 from rolloutfleet.plan.membership import acknowledged_everywhere, listed_anywhere
 from rolloutfleet.plan.observed import EnginePod, Fleet
 from rolloutfleet.plan.overlay import OverlayError
+from rolloutfleet.plan.pairing import OTHER, peer_revisions, stuck
 from rolloutfleet.plan.revision import group_revision
 from rolloutfleet.plan.training import Training, expected_checksum
+
+
+@dataclass(frozen=True)
+class GroupView:
+    """A group and its engines as they are now; engines that are missing have a record already."""
+
+    group: ServerGroup
+    revision: str
+    pods: tuple[EnginePod, ...]
+    engines: tuple[EngineView, ...]
+    epochs: Epochs
+    measured: Mapping[str, Any]
+    """Fields of status that change because a checksum was measured."""
 
 
 @dataclass(frozen=True)
@@ -37,47 +57,61 @@ class GroupPlan:
     engines: tuple[EngineView, ...]
     last_epoch: int
     measured: Mapping[str, Any]
-    """Fields of status that change because a checksum was measured."""
     pod_actions: tuple[Action, ...]
     invalid: str = ""
     """Why no pod can be built from the spec."""
 
 
-def plan_group(group: ServerGroup, fleet: Fleet, training: Training, now: datetime) -> GroupPlan:
+def look_at(group: ServerGroup, fleet: Fleet, training: Training) -> GroupView:
     revision = group_revision(group.spec)
     pods = tuple(pod for pod in fleet.engine_pods if pod.group_uid == group.uid)
-    epochs = _Epochs(group, pods)
+    epochs = Epochs(group, pods)
     measured = _measured(group, pods, fleet, revision, training)
     expecting = group.model_copy(update={"status": group.status.model_copy(update=measured)})
-    records = {record.index: record for record in group.status.engines}
-    for index in range(group.spec.replicas):
-        if index not in records:
-            records[index] = EngineStatus(index=index, epoch=epochs.next(), revision=revision)
+    records = list(group.status.engines)
+    records += [
+        EngineStatus(index=index, epoch=epochs.next(), revision=revision)
+        for index in free_indexes(records, engines_wanted(group, revision, training))
+    ]
+    records.sort(key=lambda record: record.index)
+    return GroupView(
+        group=group,
+        revision=revision,
+        pods=pods,
+        engines=tuple(_look(record, pods, fleet, expecting, revision, training) for record in records),
+        epochs=epochs,
+        measured=measured,
+    )
 
-    seen = [_look(record, pods, fleet, expecting, training) for _, record in sorted(records.items())]
-    victim = _victim(group, seen, revision, training)
+
+def plan_group(
+    seen: GroupView, peers: Sequence[EngineView], fleet: Fleet, training: Training, now: datetime
+) -> GroupPlan:
+    """`peers`: the engines of all groups, this one's among them."""
+    group = seen.group
+    scaled_away = surplus(seen.engines, engines_wanted(group, seen.revision, training), training)
+    staying = [view for view in seen.engines if view.record.index not in scaled_away]
+    replaced = set() if training.held else outdated_to_replace(staying, group.spec.replicas, group.spec.rolling_update)
     engines: list[EngineView] = []
-    for view in seen:
-        surplus = view.record.index >= group.spec.replicas
-        leaving = surplus or view.record.index == victim
-        if surplus and not (view.answering and view.listed):
+    for view in seen.engines:
+        view = _leaving(view, view.record.index in scaled_away | replaced, group, now)
+        if view.record.index in scaled_away and drained(view, now):
             continue  # its record goes, and with it its pods
-        view = replace(view, leaving=leaving)
-        engines.append(_next(view, group, revision, epochs, training, now))
+        engines.append(_next(view, seen, peers, training, now))
 
-    invalid, pod_actions = _pods(group, engines, pods, now)
+    invalid, pod_actions = _pods(seen, engines, peer_revisions(group.spec.role, fleet.groups), now)
     engines = [_with_phase(view, fleet, training, now, invalid) for view in engines]
     return GroupPlan(
         group=group,
         engines=tuple(engines),
-        last_epoch=epochs.last,
-        measured=measured,
+        last_epoch=seen.epochs.last,
+        measured=seen.measured,
         pod_actions=tuple(pod_actions),
         invalid=invalid,
     )
 
 
-class _Epochs:
+class Epochs:
     """Gives out epochs: above everything that status or any pod has ever used."""
 
     def __init__(self, group: ServerGroup, pods: tuple[EnginePod, ...]) -> None:
@@ -108,76 +142,65 @@ def _measured(
 
 
 def _look(
-    record: EngineStatus, pods: tuple[EnginePod, ...], fleet: Fleet, group: ServerGroup, training: Training
+    record: EngineStatus,
+    pods: tuple[EnginePod, ...],
+    fleet: Fleet,
+    group: ServerGroup,
+    revision: str,
+    training: Training,
 ) -> EngineView:
-    pod = current_pod(record, pods)
+    life = pods_of_life(record, pods)
+    pod = life[0] if life and life[0].rank == 0 else None
     probe = fleet.probes.get(pod.uid, NO_PROBE) if pod else NO_PROBE
     expected = expected_checksum(training, group, record.revision)
     return EngineView(
         group=group.name,
+        role=group.spec.role,
         record=record,
-        pod=pod,
+        pods=life,
         probe=probe,
         weights=weights_of(pod, probe, expected, training) if pod else Weights.UNPROVED,
         expected=expected,
         listed=bool(pod and pod.url) and listed_anywhere(pod.url if pod else "", fleet.router_pods),
         acknowledged=acknowledged_everywhere(pod.url if pod else "", fleet.router_pods),
+        outdated=record.revision != revision,
     )
 
 
-def _victim(group: ServerGroup, views: list[EngineView], revision: str, training: Training) -> int | None:
-    """The one serving engine of an old revision that goes next: only while all the others serve."""
-    if training.held:
-        return None
-    wanted = [view for view in views if view.record.index < group.spec.replicas]
-    outdated = [view for view in wanted if view.record.revision != revision and _serves(view)]
-    draining = [view for view in wanted if view.record.revision != revision and view.answering]
-    if not draining:
-        return None
-    victim = min(draining, key=lambda view: view.record.index)
-    others = [view for view in wanted if view is not victim]
-    if outdated and not all(_serves(view) for view in others):
-        return None
-    return victim.record.index
-
-
-def _serves(view: EngineView) -> bool:
-    return view.answering and view.acknowledged and view.weights is Weights.CURRENT
+def _leaving(view: EngineView, leaving: bool, group: ServerGroup, now: datetime) -> EngineView:
+    until = drain_until(view, group.spec.drain_timeout_seconds, now) if leaving and view.answering else ""
+    return replace(view, leaving=leaving, record=view.record.model_copy(update={"drain_until": until}))
 
 
 def _next(
-    view: EngineView, group: ServerGroup, revision: str, epochs: _Epochs, training: Training, now: datetime
+    view: EngineView, seen: GroupView, peers: Sequence[EngineView], training: Training, now: datetime
 ) -> EngineView:
     """The engine with the life that it should have: this one, or a new one."""
-    record = view.record
-    failure = ended(record, view.pod, group.spec.recovery, now, view.probe.answering)
+    record, recovery = view.record, seen.group.spec.recovery
+    failure = ended(record, view.pods, recovery, now, view.probe.answering) or stuck(view, peers)
     if view.pod is not None and view.pod.name in training.ambiguous_pods:
         text = "the trainer died while it released or resumed this engine's memory"
         failure = failure or Failure(reason="MemoryUnknown", message=text, pod=view.pod.name)
-    replaced = record.revision != revision and (
-        not view.answering or (view.leaving and not view.listed and record.index < group.spec.replicas)
-    )
-    if replaced:
+    if view.outdated and (not view.answering or (view.leaving and drained(view, now))):
         # A changed spec may cure whatever failed: no backoff, and nothing counts as a failure.
         fresh = EngineStatus(
             index=record.index,
-            epoch=epochs.next(),
-            revision=revision,
+            epoch=seen.epochs.next(),
+            revision=seen.revision,
             restarts=record.restarts,
             last_failure=record.last_failure,
         )
         return _reborn(view, fresh)
     if failure is not None:
-        return _reborn(view, next_life(record, failure, epochs.next(), group.spec.recovery, now))
-    if view.pod is not None:
-        serving = _serves(view)
+        return _reborn(view, next_life(record, failure, seen.epochs.next(), recovery, now))
+    if view.pod is not None and complete(view.pods):
         record = record.model_copy(
             update={
                 "pod": view.pod.name,
                 "pod_uid": view.pod.uid,
                 "url": view.pod.url,
                 "retry_at": "",
-                "failures_in_row": 0 if serving else record.failures_in_row,
+                "failures_in_row": 0 if view.serves else record.failures_in_row,
             }
         )
     return replace(view, record=record)
@@ -187,36 +210,42 @@ def _reborn(view: EngineView, record: EngineStatus) -> EngineView:
     return replace(
         view,
         record=record,
-        pod=None,
+        pods=(),
         probe=NO_PROBE,
         weights=Weights.UNPROVED,
         listed=False,
         acknowledged=False,
+        outdated=False,
+        pairing=Pairing.ALONE if view.role in OTHER else Pairing.PROVED,
+        aside=False,
         leaving=False,
     )
 
 
-def _pods(
-    group: ServerGroup, engines: list[EngineView], pods: tuple[EnginePod, ...], now: datetime
-) -> tuple[str, list[Action]]:
+def _pods(seen: GroupView, engines: list[EngineView], peers: frozenset[str], now: datetime) -> tuple[str, list[Action]]:
     actions: list[Action] = []
-    keep = {view.pod.uid for view in engines if view.pod is not None}
+    keep = {pod.uid for view in engines for pod in view.pods}
     resting = {view.record.index for view in engines if waiting_for_retry(view.record, now)}
     newest_ended = {
-        index: max((pod.epoch for pod in pods if pod.index == index and pod.ended), default=0) for index in resting
+        index: max((pod.epoch for pod in seen.pods if pod.index == index and pod.ended), default=0) for index in resting
     }
-    for pod in pods:
+    for pod in seen.pods:
         if pod.uid in keep or pod.deleting:
             continue
         evidence = pod.ended and newest_ended.get(pod.index) == pod.epoch
         if not evidence:  # the last failed pod stays for diagnosis until its successor starts
             actions.append(DeletePod(name=pod.name, uid=pod.uid))
     for view in engines:
-        if view.pod is None and view.record.index not in resting:
+        if view.record.index in resting or view.record.pod_uid or view.outdated:
+            continue
+        for rank in sorted(set(range(seen.group.spec.engine.nodes)) - {pod.rank for pod in view.pods}):
             try:
-                actions.append(CreatePod(engine_pod(group, index=view.record.index, epoch=view.record.epoch)))
+                manifest = engine_pod(
+                    seen.group, index=view.record.index, epoch=view.record.epoch, rank=rank, peers=peers
+                )
             except OverlayError as error:
                 return str(error), actions
+            actions.append(CreatePod(manifest))
     return "", actions
 
 

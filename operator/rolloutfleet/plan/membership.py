@@ -7,12 +7,12 @@ nobody, or to somebody else) is removed like any other surplus entry.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rolloutfleet.plan.actions import Action, Deregister, Register
-from rolloutfleet.plan.engines import EngineView, Weights
-from rolloutfleet.plan.observed import RouterPod
+from rolloutfleet.plan.engines import EngineView, Pairing, Weights
+from rolloutfleet.plan.observed import RouterPod, WorkerKind
 from rolloutfleet.plan.training import Training
 
 
@@ -20,24 +20,29 @@ from rolloutfleet.plan.training import Training
 class Membership:
     """URLs by what routers should do with them."""
 
-    wanted: frozenset[str]
-    """To be listed by every router."""
+    wanted: Mapping[str, WorkerKind]
+    """To be listed by every router, as what."""
     tolerated: frozenset[str]
     """To be left as they are: the trainer holds them, or their proof is being renewed."""
 
 
 def membership_of(engines: Iterable[EngineView], training: Training) -> Membership:
-    wanted: set[str] = set()
+    wanted: dict[str, WorkerKind] = {}
     tolerated: set[str] = set()
     for engine in engines:
         pod = engine.pod
-        if pod is None or not pod.alive or not pod.url or engine.leaving:
+        if pod is None or not pod.alive or not pod.url or engine.leaving or engine.aside or not engine.fits:
             continue
         if training.held or pod.name in training.memory_held:
             tolerated.add(pod.url)
+        elif engine.weights is Weights.CURRENT and engine.pairing is not Pairing.PROVED:
+            # It has lost a peer: a request through it is tried while what the routers list stays.
+            tolerated.add(pod.url)
+        elif engine.weights is Weights.CURRENT and engine.probe.facts is None:
+            tolerated.add(pod.url)
         elif engine.weights is Weights.CURRENT and (engine.probe.answering or engine.listed):
             # One that stops answering stays listed: the router's own health check takes it out and in again.
-            wanted.add(pod.url)
+            wanted[pod.url] = engine.worker
         elif (
             engine.weights is Weights.UNPROVED
             and engine.probe.label in ("", str(training.version))
@@ -45,7 +50,7 @@ def membership_of(engines: Iterable[EngineView], training: Training) -> Membersh
         ):
             # It was listed on proof; an operator that has just started reads the checksum again meanwhile.
             tolerated.add(pod.url)
-    return Membership(wanted=frozenset(wanted), tolerated=frozenset(tolerated))
+    return Membership(wanted=wanted, tolerated=frozenset(tolerated))
 
 
 def table_actions(routers: Sequence[RouterPod], membership: Membership, training: Training) -> list[Action]:
@@ -56,17 +61,26 @@ def table_actions(routers: Sequence[RouterPod], membership: Membership, training
             continue
         removals += [
             Deregister(router=router.name, router_url=router.url, url=url)
-            for url in sorted(set(router.workers) - membership.wanted - membership.tolerated)
+            for url, worker in sorted(router.workers.items())
+            if url not in membership.tolerated and membership.wanted.get(url) != worker.kind
         ]
         additions += [
-            Register(router=router.name, router_url=router.url, url=url, training_key=training.key)
-            for url in sorted(membership.wanted - set(router.workers) - router.registering)
+            Register(
+                router=router.name,
+                router_url=router.url,
+                url=url,
+                kind=membership.wanted[url],
+                training_key=training.key,
+            )
+            for url in sorted(membership.wanted.keys() - router.workers.keys() - router.registering)
         ]
     return removals + additions
 
 
 def table_complete(router: RouterPod, membership: Membership) -> bool:
-    return router.workers is not None and membership.wanted <= set(router.workers)
+    return router.workers is not None and all(
+        url in router.workers and router.workers[url].kind == kind for url, kind in membership.wanted.items()
+    )
 
 
 def deciding_routers(routers: Sequence[RouterPod]) -> list[RouterPod]:
@@ -81,4 +95,5 @@ def listed_anywhere(url: str, routers: Sequence[RouterPod]) -> bool:
 
 def acknowledged_everywhere(url: str, routers: Sequence[RouterPod]) -> bool:
     deciding = deciding_routers(routers)
-    return bool(url) and bool(deciding) and all((router.workers or {}).get(url) is True for router in deciding)
+    tables = [router.workers or {} for router in deciding]
+    return bool(url) and bool(tables) and all(url in table and table[url].healthy for table in tables)

@@ -13,12 +13,15 @@ from rolloutfleet.api.names import (
     GATE_ROUTABLE,
     GROUP,
     LABEL_COMPONENT,
+    LABEL_GROUP,
     LABEL_MANAGED_BY,
     LABEL_SERVER,
     MANAGED_BY,
+    RENDEZVOUS_PORT,
     ROUTER_CONTAINER,
     ROUTER_METRICS_PORT,
     ROUTER_PORT,
+    ranks_service_name,
     router_name,
     server_group_name,
     trainer_name,
@@ -61,6 +64,7 @@ def child_actions(fleet: Fleet, defaults: Defaults, applied_generations: Mapping
 
 def wanted_children(server: RolloutServer, defaults: Defaults) -> list[dict[str, Any]]:
     children = [_server_group(server, group) for group in server.spec.groups]
+    children += [_ranks_service(server, group) for group in server.spec.groups if group.engine.nodes > 1]
     children += [_router_service(server), _router_deployment(server, defaults), _lease(server), _role(server)]
     if server.spec.trainers.service_accounts:
         children.append(_role_binding(server))
@@ -133,6 +137,8 @@ def _server_group(server: RolloutServer, group: GroupSpec) -> dict[str, Any]:
         offload=group.offload,
         template=group.template,
         recovery=group.recovery,
+        rolling_update=group.rolling_update,
+        drain_timeout_seconds=group.drain_timeout_seconds,
         weights=server.spec.weights,
     ).dump()
     if group.replicas is None:
@@ -146,6 +152,27 @@ def _server_group(server: RolloutServer, group: GroupSpec) -> dict[str, Any]:
         "metadata": _metadata(server, server_group_name(server.name, group.name)),
         "spec": spec,
     }
+
+
+def _ranks_service(server: RolloutServer, group: GroupSpec) -> dict[str, Any]:
+    """Names for the pods of engines of several pods, from before they are ready: they must find rank 0 to become so."""
+    name = server_group_name(server.name, group.name)
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(server, ranks_service_name(name)),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {LABEL_SERVER: server.name, LABEL_GROUP: name},
+            "ports": [{"name": "rendezvous", "port": RENDEZVOUS_PORT, "protocol": "TCP"}],
+        },
+    }
+
+
+def disaggregated(server: RolloutServer) -> bool:
+    """Prefill and decode run in engines of their own, and the router pairs them."""
+    return any(group.role in ("Prefill", "Decode") for group in server.spec.groups)
 
 
 def _router_labels(server: RolloutServer) -> dict[str, str]:
@@ -171,7 +198,7 @@ def _router_deployment(server: RolloutServer, defaults: Defaults) -> dict[str, A
         "name": ROUTER_CONTAINER,
         "image": router.image or defaults.router_image,
         "imagePullPolicy": defaults.image_pull_policy,
-        "args": router_arguments(router),
+        "args": router_arguments(router, disaggregated=disaggregated(server)),
         "ports": [
             {"name": "http", "containerPort": ROUTER_PORT, "protocol": "TCP"},
             {"name": "metrics", "containerPort": ROUTER_METRICS_PORT, "protocol": "TCP"},

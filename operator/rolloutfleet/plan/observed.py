@@ -7,11 +7,14 @@ remembered across a restart of the operator: everything can be seen again.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
+from rolloutfleet.api.common import EngineFacts
 from rolloutfleet.api.names import (
+    ANNOTATION_NODES,
+    ANNOTATION_PEERS,
     ANNOTATION_REVISION,
     ENGINE_CONTAINER,
     ENGINE_PORT,
@@ -38,7 +41,11 @@ class EnginePod:
     index: int
     epoch: int
     rank: int
+    nodes: int
+    """Pods of its engine."""
     revision: str
+    peers: frozenset[str]
+    """Of a prefill or decode pod: revisions of the other role that it was made to work with."""
     url: str
     """Empty until the pod has an address."""
     scheduled: bool
@@ -74,6 +81,40 @@ class EngineProbe:
     """Key of the training state in force when the checksum was read."""
     loaded_under: str = ""
     """Key of the training state in force when the operator itself loaded the weights, if it did."""
+    facts: EngineFacts | None = None
+    paired_with: frozenset[str] = frozenset()
+    """Peer pods (UIDs) that were there when a request last went through this engine and one of them."""
+    pair_failures: Mapping[str, int] = field(default_factory=dict)
+    """Requests in a row that failed, by UID of the peer pod."""
+    pair_error: str = ""
+    drained: str = ""
+    """`drainUntil` of the drain in which its last request ended; void for any later drain."""
+    load: int = field(default=0, compare=False)
+    """Requests that run or wait, as last seen. Changes all the time and decides only who goes first."""
+
+    def pair_proved(self, peers: frozenset[str]) -> EngineProbe:
+        return replace(self, paired_with=peers, pair_failures={}, pair_error="")
+
+    def pair_failed(self, peer: str, error: str) -> EngineProbe:
+        failures = {**self.pair_failures, peer: self.pair_failures.get(peer, 0) + 1}
+        return replace(self, pair_failures=failures, pair_error=error)
+
+
+@dataclass(frozen=True)
+class WorkerKind:
+    """As what a router knows an engine, in its own words."""
+
+    type: str = "regular"
+    """regular, prefill or decode."""
+    bootstrap_port: int | None = None
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One entry of a router's table."""
+
+    healthy: bool
+    kind: WorkerKind = WorkerKind()
 
 
 @dataclass(frozen=True)
@@ -86,8 +127,8 @@ class RouterPod:
     running: bool
     trouble: Trouble | None
     gate: bool | None
-    workers: Mapping[str, bool] | None
-    """URL to healthy, as listed by the router; None while the router does not answer."""
+    workers: Mapping[str, Worker] | None
+    """By URL, as listed by the router; None while the router does not answer."""
     registering: frozenset[str] = frozenset()
     """URLs whose registration was accepted less than a minute ago and which are not listed yet."""
 
@@ -127,7 +168,7 @@ class Fleet:
 
 def engine_pod(pod: Mapping[str, Any]) -> EnginePod:
     metadata, status = pod["metadata"], pod.get("status") or {}
-    labels = metadata.get("labels") or {}
+    labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
     return EnginePod(
         name=metadata["name"],
         uid=metadata["uid"],
@@ -135,7 +176,9 @@ def engine_pod(pod: Mapping[str, Any]) -> EnginePod:
         index=int(labels.get(LABEL_ENGINE_INDEX, -1)),
         epoch=int(labels.get(LABEL_EPOCH, 0)),
         rank=int(labels.get(LABEL_RANK, 0)),
-        revision=(metadata.get("annotations") or {}).get(ANNOTATION_REVISION, ""),
+        nodes=int(annotations.get(ANNOTATION_NODES, 1)),
+        revision=annotations.get(ANNOTATION_REVISION, ""),
+        peers=frozenset(filter(None, annotations.get(ANNOTATION_PEERS, "").split(","))),
         url=pod_url(status.get("podIP") or "", ENGINE_PORT),
         scheduled=_condition(status, "PodScheduled") is True,
         running_since=_running_since(status, ENGINE_CONTAINER),
@@ -146,7 +189,7 @@ def engine_pod(pod: Mapping[str, Any]) -> EnginePod:
 
 
 def router_pod(
-    pod: Mapping[str, Any], workers: Mapping[str, bool] | None, registering: frozenset[str] = frozenset()
+    pod: Mapping[str, Any], workers: Mapping[str, Worker] | None, registering: frozenset[str] = frozenset()
 ) -> RouterPod:
     metadata, status = pod["metadata"], pod.get("status") or {}
     return RouterPod(

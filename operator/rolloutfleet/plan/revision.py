@@ -1,7 +1,7 @@
 """Which revision of the user's intent a pod was built from.
 
 Only what the user wrote counts: defaults that a newer operator adds, or that admission writes into pods, must never
-recycle an engine. Replicas and recovery settings do not shape a pod and stay out.
+recycle an engine: a field that stands at its default counts as not written.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from typing import Any
 
 from rolloutfleet.api.server_group import ServerGroupSpec
 
+SHAPES_NO_POD = {"replicas", "recovery", "update_weights", "rolling_update", "drain_timeout_seconds"}
+"""What an engine need not be made anew for."""
+
 
 def digest(intent: Any) -> str:
     """Ten hexadecimal digits; the order of keys in a manifest makes no difference."""
@@ -20,7 +23,5 @@ def digest(intent: Any) -> str:
 
 
 def group_revision(spec: ServerGroupSpec) -> str:
-    intent = spec.model_dump(
-        mode="json", by_alias=True, exclude_none=True, exclude={"replicas", "recovery", "update_weights"}
-    )
+    intent = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude=SHAPES_NO_POD)
     return digest(intent)

@@ -26,7 +26,17 @@ from rolloutfleet.plan.training import Training
 
 SERVING = "Serving"
 WAITING_REASONS = frozenset(
-    {"PodNotCreated", "NotScheduled", "Loading", "WeightsUnproved", "NotRegistered", "WeightsBehind"}
+    {
+        "PodNotCreated",
+        "NotScheduled",
+        "Loading",
+        "WeightsUnproved",
+        "NotRegistered",
+        "WeightsBehind",
+        "NoPeer",
+        "PairUnproved",
+        "OtherRevisionServes",
+    }
 )
 """Reasons of engines on their normal way; any other reason is news."""
 
@@ -120,7 +130,7 @@ def _ready(
 ) -> Condition:
     """True while requests are answered with the right weights, even if some engines are missing."""
     engines = [(plan.group.name, view) for plan, _ in plans for view in plan.engines]
-    silent = [plan for plan, status in plans if plan.group.spec.replicas > 0 and status.routable == 0]
+    silent = _silent(plans)
     if not plans:
         return _condition("Ready", "False", "Reconciling", "server groups are being created")
     invalid = next((plan.invalid for plan, _ in plans if plan.invalid), "")
@@ -143,6 +153,12 @@ def _ready(
         return _condition("Ready", "False", *_explain(silent[0].group.name, problem, serving, desired))
     reason, message = _explain(missing[0] if missing else "", missing[1] if missing else None, serving, desired)
     return _condition("Ready", "True", reason, message)
+
+
+def _silent(plans: Sequence[tuple[GroupPlan, ServerGroupStatus]]) -> list[GroupPlan]:
+    """Groups of roles of which no engine serves: without one, no request is answered."""
+    serving = {plan.group.spec.role for plan, status in plans if status.routable}
+    return [plan for plan, _ in plans if plan.group.spec.replicas > 0 and plan.group.spec.role not in serving]
 
 
 def _progressing(engines: Sequence[EngineView], routers: int, server: RolloutServer) -> Condition:

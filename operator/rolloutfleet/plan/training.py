@@ -19,6 +19,8 @@ class Training:
     path: str
     held: bool
     """An update runs, or memory is released, and the trainer is alive: hands off the engines."""
+    updating: bool
+    """An update runs: the part of `held` that ends within its deadline."""
     held_until: datetime | None
     """When `held` ends by itself: the update's deadline or the end of the lease."""
     memory_held: frozenset[str]
@@ -55,6 +57,7 @@ def training_of(fleet: Fleet, now: datetime) -> Training:
         version=version,
         path=(weights.path if weights else "") or fleet.server.spec.model.path,
         held=held,
+        updating=update_held,
         held_until=min(ends) if held and ends else None,
         memory_held=memory_held,
         ambiguous_pods=frozenset(memory.engines) if memory is not None and interrupted else frozenset(),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from rolloutfleet.api.common import Role
 from rolloutfleet.api.rollout_server import EngineVerdict, GroupChecksum
 
 
@@ -17,6 +18,7 @@ class Participant:
     url: str
     group: str
     revision: str
+    role: Role = "Regular"
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,14 @@ def outcome_of(
         if entry.label == str(previous) and entry.checksum and entry.checksum == known.get(_layout(entry))
     ]
     return _outcome(aftermath, kept, previous, committed=False, checksums=tuple(previous_checksums))
+
+
+def resuming_order(roles: Iterable[Role]) -> list[frozenset[Role]]:
+    """In which order engines go on: a decode engine asks a prefill engine anew for the requests that it holds, so that
+    one must be running by then."""
+    present = frozenset(roles)
+    waves = [present - {"Decode"}, present & {"Decode"}]
+    return [wave for wave in waves if wave]
 
 
 def _layout(entry: Aftermath) -> tuple[str, str]:

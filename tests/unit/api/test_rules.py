@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cel
@@ -16,12 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolloutfleet.api.common import OWNED_ENGINE_ARGS, OWNED_ROUTER_ARGS
+from rolloutfleet.api.common import OWNED_ENGINE_ARGS, OWNED_ENGINE_ENV, OWNED_ROUTER_ARGS
 from rolloutfleet.api.crdgen import RESOURCES, structural_schema
 from rolloutfleet.api.names import DERIVED_NAME_BUDGET
 from rolloutfleet.api.schema import VALIDATIONS
 
 NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 FLAG = re.compile(r"[a-z][a-z0-9-]{0,62}")
 
 
@@ -65,6 +67,38 @@ servers = st.fixed_dictionaries(
 )
 
 
+names = st.sampled_from(("A", "_a9", "SGLANG_HOST_IP", "SGLANG_HOST_IPS")) | st.text("aZ_9-.=", max_size=4)
+variables = st.dictionaries(names, st.just("1"), max_size=3)
+rolling = st.fixed_dictionaries({"maxUnavailable": st.integers(0, 2), "maxSurge": st.integers(0, 2)})
+role_groups = st.fixed_dictionaries(
+    {
+        "groups": st.lists(
+            st.fixed_dictionaries({"role": st.sampled_from(("Regular", "Prefill", "Decode"))}), min_size=1, max_size=4
+        )
+    }
+)
+
+
+def roles(spec: dict[str, Any]) -> set[str]:
+    return {group["role"] for group in spec["groups"]}
+
+
+def paired_groups(flag: str) -> st.SearchStrategy[dict[str, Any]]:
+    args = st.dictionaries(st.sampled_from((flag, "other")), st.sampled_from(("", "1", "64")))
+    group = st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(("Regular", "Prefill", "Decode")),
+            "engine": st.fixed_dictionaries({"args": args}),
+        }
+    )
+    return st.fixed_dictionaries({"groups": st.lists(group, min_size=1, max_size=3)})
+
+
+def agree_on(flag: str, spec: dict[str, Any]) -> bool:
+    paired = [group for group in spec["groups"] if group["role"] != "Regular"]
+    return len({group["engine"]["args"].get(flag, "") for group in paired}) <= 1
+
+
 def names_are_unique(spec: dict[str, Any]) -> bool:
     return len({group["name"] for group in spec["groups"]}) == len(spec["groups"])
 
@@ -84,7 +118,15 @@ TWINS = (
         engines,
         lambda engine: engine["tensorParallel"] * engine["pipelineParallel"] % engine["nodes"] == 0,
     ),
-    Twin("engine.nodes: engines of more than one pod", engines, lambda engine: engine["nodes"] == 1),
+    Twin("engine.env: names", variables, lambda env: all(VARIABLE.fullmatch(name) for name in env)),
+    Twin("engine.env: set by the operator", variables, lambda env: not set(OWNED_ENGINE_ENV) & set(env)),
+    Twin("rollingUpdate", rolling, lambda update: update["maxUnavailable"] + update["maxSurge"] >= 1),
+    Twin("groups: role Prefill needs", role_groups, lambda spec: len({"Prefill", "Decode"} & roles(spec)) != 1),
+    Twin("groups: role Regular beside", role_groups, lambda spec: not {"Prefill", "Regular"} <= roles(spec)),
+    *(
+        Twin(f"groups: engine.args[{flag}]", paired_groups(flag), partial(agree_on, flag))
+        for flag in ("page-size", "kv-cache-dtype", "disaggregation-transfer-backend")
+    ),
     Twin("backoff.initialSeconds", backoffs, lambda backoff: backoff["initialSeconds"] <= backoff["maxSeconds"]),
     Twin("groups: every name", st.fixed_dictionaries({"groups": groups}), names_are_unique),
     Twin("metadata.name: letters", servers, lambda server: NAME.fullmatch(server["metadata"]["name"]) is not None),

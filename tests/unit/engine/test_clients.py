@@ -210,10 +210,14 @@ def test_a_worker_that_says_nothing_of_its_health_is_not_healthy() -> None:
 
 def test_a_worker_is_registered_by_url_and_type() -> None:
     stand_in = StandIn.always(202, {"status": "accepted"})
-    ask_router(stand_in, lambda router: router.add_worker("http://10.0.0.1:30000"))
-    (asked,) = stand_in.asked
-    assert (asked.method, asked.path) == ("POST", "/workers")
-    assert asked.body == {"url": "http://10.0.0.1:30000", "worker_type": "regular"}
+    url = "http://10.0.0.1:30000"
+    ask_router(stand_in, lambda router: router.add_worker(url, worker_type="decode"))
+    ask_router(stand_in, lambda router: router.add_worker(url, worker_type="prefill", bootstrap_port=8998))
+    assert [(asked.method, asked.path) for asked in stand_in.asked] == [("POST", "/workers")] * 2
+    assert [asked.body for asked in stand_in.asked] == [
+        {"url": url, "worker_type": "decode"},
+        {"url": url, "worker_type": "prefill", "bootstrap_port": 8998},
+    ]
 
 
 def test_removing_a_worker_that_is_gone_is_success_and_other_errors_are_told() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from rolloutfleet.api.common import OWNED_ENGINE_ARGS, EngineSpec
-from rolloutfleet.api.server_group import ServerGroupSpec
+from rolloutfleet.api.server_group import ServerGroup, ServerGroupSpec
 from rolloutfleet.plan.engine_args import MULTI_VALUE_FLAGS, engine_arguments, escape_for_kubelet, flag_words
 from rolloutfleet.plan.revision import group_revision
 
@@ -44,10 +44,9 @@ ARGV = [
 
 @pytest.mark.parametrize(("args", "argv"), ARGV)
 def test_arguments_reach_the_process_byte_for_byte(args: dict[str, str], argv: list[str]) -> None:
-    spec = ServerGroupSpec.model_validate(
-        {"server": "qwen", "model": {"path": "/m"}, "engine": {"image": "i", "args": args}}
-    )
-    received = [kubelet_expands(word) for word in engine_arguments(spec)]
+    spec = {"server": "qwen", "model": {"path": "/m"}, "engine": {"image": "i", "args": args}}
+    group = ServerGroup.model_validate({"metadata": {"name": "qwen-main", "namespace": "rl"}, "spec": spec})
+    received = [kubelet_expands(word) for word in engine_arguments(group, index=0, epoch=1, rank=0)]
     assert received[-len(argv) :] == argv
 
 

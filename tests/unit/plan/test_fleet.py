@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolloutfleet.plan.actions import Action, CatchUp, CreatePod, Register, Requeue, Verify
-from rolloutfleet.plan.observed import LeaseView
+from rolloutfleet.plan.observed import LeaseView, Worker
 from unit.plan.world import World, rollout_server
 
 
@@ -269,7 +269,7 @@ def test_a_changed_spec_replaces_engines_one_at_a_time() -> None:
 
 def test_a_ghost_in_a_router_table_is_removed() -> None:
     world = serving_world()
-    world.tables["router-0"]["http://10.9.9.9:30000"] = True
+    world.tables["router-0"]["http://10.9.9.9:30000"] = Worker(healthy=True)
     world.settle()
     assert "http://10.9.9.9:30000" not in world.tables["router-0"]
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from rolloutfleet.api.common import EngineFacts
 from rolloutfleet.api.rollout_server import RolloutServer
 from rolloutfleet.api.server_group import ServerGroup
 from rolloutfleet.plan.actions import (
@@ -22,7 +23,9 @@ from rolloutfleet.plan.actions import (
     DeleteObject,
     DeletePod,
     Deregister,
+    Drain,
     Emit,
+    PairCheck,
     Register,
     Requeue,
     SetGate,
@@ -30,7 +33,8 @@ from rolloutfleet.plan.actions import (
 )
 from rolloutfleet.plan.fleet import plan_fleet
 from rolloutfleet.plan.objects import Defaults
-from rolloutfleet.plan.observed import EngineProbe, Fleet, LeaseView, engine_pod, router_pod
+from rolloutfleet.plan.observed import EngineProbe, Fleet, LeaseView, Worker, engine_pod, router_pod
+from rolloutfleet.plan.revision import group_revision
 from rolloutfleet.plan.training import training_of
 
 DEFAULTS = Defaults(router_image="router:1")
@@ -63,7 +67,7 @@ class World:
         self.paused: set[str] = set()
         self.proofs: dict[str, tuple[str, str, str]] = {}
         self.loaded: dict[str, str] = {}
-        self.tables: dict[str, dict[str, bool]] = {f"router-{i}": {} for i in range(routers)}
+        self.tables: dict[str, dict[str, Worker]] = {f"router-{i}": {} for i in range(routers)}
         self.router_gates: dict[str, bool | None] = dict.fromkeys(self.tables)
         self.lease = LeaseView()
         self.events: list[Emit] = []
@@ -72,6 +76,14 @@ class World:
         self.recorded: set[str] = set()
         """Pods that status has named with their UID: only those can be known to an agent."""
         self._serial = 0
+        self.pairs: dict[str, EngineProbe] = {}
+        """What requests through pairs have shown, by pod UID."""
+        self.stuck: set[str] = set()
+        """Pods through which no request of a pair comes."""
+        self.running: dict[str, int] = {}
+        """Requests in engines, by pod UID."""
+        self.aborted: set[str] = set()
+        self.drained: dict[str, str] = {}
         self.checkpoints = {"/models/m0": "sum-0"}
 
     # What the plan sees
@@ -110,14 +122,38 @@ class World:
         label, _ = self.weights[uid]
         proof = self.proofs.get(uid, ("", "", ""))
         proved = proof[0] == label
+        pairs = self.pairs.get(uid, EngineProbe(answering=True))
         return EngineProbe(
             answering=True,
+            facts=self._facts(uid),
+            paired_with=pairs.paired_with,
+            pair_failures=pairs.pair_failures,
+            pair_error=pairs.pair_error,
+            drained=self.drained.get(uid, ""),
+            load=self.running.get(uid, 0),
             paused=uid in self.paused,
             label=label,
             checksum=proof[1] if proved else "",
             read_under=proof[2] if proved else "",
             loaded_under=self.loaded.get(uid, ""),
         )
+
+    def _facts(self, uid: str) -> EngineFacts:
+        """As SGLang would say it, from its command line."""
+        words = self._pod(uid)["spec"]["containers"][0]["args"]
+        flags = dict(zip(words, [*words[1:], ""], strict=True))
+        mode = flags.get("--disaggregation-mode", "null")
+        port = flags.get("--disaggregation-bootstrap-port")
+        return EngineFacts(
+            role={"prefill": "Prefill", "decode": "Decode"}.get(mode, "Regular"),
+            bootstrap_port=int(port) if port else None,
+            tensor_parallel=int(flags["--tp-size"]),
+            pipeline_parallel=int(flags["--pp-size"]),
+            memory_saver="--enable-memory-saver" in flags,
+        )
+
+    def _pod(self, uid: str) -> dict[str, Any]:
+        return next(pod for pod in self.pods.values() if pod["metadata"]["uid"] == uid)
 
     def plan(self) -> list[Action]:
         return plan_fleet(self.fleet(), defaults=DEFAULTS, applied_generations={}, now=self.now)
@@ -144,9 +180,10 @@ class World:
                 del self.children[f"{kind}/{name}"]
             case SetGate(pod=pod, routable=routable):
                 self._gate(pod, routable)
-            case Register(router=router, url=url):
+            case Register(router=router, url=url, kind=kind):
                 self.assert_right_weights(url)
-                self.tables[router][url] = True
+                self.tables[router][url] = Worker(healthy=True, kind=kind)
+                self.assert_pairs_meant(router)
             case Deregister(router=router, url=url):
                 self.tables[router].pop(url, None)
             case Verify(pod_uid=uid, training_key=key):
@@ -161,6 +198,21 @@ class World:
                     self.loaded[uid] = key
             case Continue(pod_uid=uid):
                 self.paused.discard(uid)
+            case PairCheck(prefill_uid=prefill, decode_uid=decode):
+                broken = {prefill, decode} & self.stuck
+                for uid, peer, peers in (
+                    (prefill, decode, action.prefill_peers),
+                    (decode, prefill, action.decode_peers),
+                ):
+                    known = self.pairs.get(uid, EngineProbe(answering=True))
+                    self.pairs[uid] = known.pair_failed(peer, "stuck") if broken else known.pair_proved(peers)
+            case Drain(pod_uid=uid, until=until, abort=abort):
+                assert all(self.url(uid) not in table for table in self.tables.values()), "drained while routed"
+                if abort:
+                    self.running.pop(uid, None)
+                    self.aborted.add(uid)
+                if not self.running.get(uid):
+                    self.drained[uid] = until
             case Emit():
                 self.events.append(action)
             case Requeue():
@@ -177,6 +229,21 @@ class World:
                 assert label == str(training.version), f"{url} serves {label}, the fleet has {training.version}"
                 expected = self.checkpoints[training.path]
                 assert checksum == expected, f"{url} has other weights than its label says"
+
+    def assert_pairs_meant(self, router: str) -> None:
+        """Whatever a router lists it pairs: no engine may meet one of another revision by accident."""
+        listed = {}
+        for pod in self.pods.values():
+            if self.url(pod["metadata"]["uid"]) in self.tables[router]:
+                seen = engine_pod(pod)
+                listed[seen.name] = (seen, self._facts(seen.uid).role)
+        revisions = {group_revision(group.spec) for group in self.fleet().groups}
+        for one, role in listed.values():
+            for other, other_role in listed.values():
+                if (role, other_role) == ("Prefill", "Decode"):
+                    now = one.revision in revisions and other.revision in revisions
+                    meant = one.revision in other.peers or other.revision in one.peers
+                    assert now or meant, f"{one.name} and {other.name} pair by accident"
 
     def _apply(self, manifest: dict[str, Any]) -> None:
         key = f"{manifest['kind']}/{manifest['metadata']['name']}"
@@ -222,17 +289,30 @@ class World:
     # What happens by itself
 
     def run_pods(self) -> None:
-        """Pending pods are scheduled, start, and load the model's checkpoint."""
+        """Pending pods are scheduled and start; an engine loads the model's checkpoint when all its ranks run."""
         for pod in self.pods.values():
-            uid, status = pod["metadata"]["uid"], pod["status"]
+            serial, status = int(pod["metadata"]["uid"].split("-")[1]), pod["status"]
             if status["phase"] == "Pending":
                 status["phase"] = "Running"
-                status["podIP"] = f"10.0.{int(uid.split('-')[1]) // 250}.{int(uid.split('-')[1]) % 250 + 1}"
+                status["podIP"] = f"10.0.{serial // 250}.{serial % 250 + 1}"
                 status["conditions"].append({"type": "PodScheduled", "status": "True"})
                 status["containerStatuses"] = [
                     {"name": "engine", "state": {"running": {"startedAt": _stamp(self.now)}}}
                 ]
-                self.weights[uid] = ("0", self.checkpoints["/models/m0"])
+                for uid in self._ready_leaders(pod):
+                    self.weights[uid] = ("0", self.checkpoints["/models/m0"])
+
+    def _ready_leaders(self, pod: dict[str, Any]) -> list[str]:
+        """Rank 0 of the pod's engine, if this pod was the last that was missing."""
+        mine = engine_pod(pod)
+        life = [
+            engine_pod(other)
+            for other in self.pods.values()
+            if other["status"]["phase"] == "Running"
+            and (engine_pod(other).group_uid, engine_pod(other).index, engine_pod(other).epoch)
+            == (mine.group_uid, mine.index, mine.epoch)
+        ]
+        return [other.uid for other in life if other.rank == 0] if len(life) == mine.nodes else []
 
     def crash_pod(self, name: str, *, message: str = "ValueError: boom") -> None:
         pod = self.pods[name]
@@ -299,10 +379,12 @@ class World:
                 "transaction": before.get("transaction", 0) + 1,
                 "checksums": [
                     {
-                        "group": "qwen-main",
-                        "revision": next((e["revision"] for e in self.group_status()["engines"]), ""),
+                        "group": child["metadata"]["name"],
+                        "revision": next((e["revision"] for e in child["status"]["engines"]), ""),
                         "checksum": checksum,
                     }
+                    for key, child in self.children.items()
+                    if key.startswith("ServerGroup/")
                 ]
                 if measured
                 else [],
@@ -329,9 +411,24 @@ class World:
     def listed(self) -> set[str]:
         return set.intersection(*(set(table) for table in self.tables.values())) if self.tables else set()
 
-    def group_status(self) -> dict[str, Any]:
-        status: dict[str, Any] = self.children["ServerGroup/qwen-main"].get("status", {})
+    def group_status(self, group: str = "main") -> dict[str, Any]:
+        status: dict[str, Any] = self.children[f"ServerGroup/qwen-{group}"].get("status", {})
         return status
+
+    def ready(self) -> tuple[str, str]:
+        condition = next(c for c in self.server["status"]["conditions"] if c["type"] == "Ready")
+        return condition["status"], condition["reason"]
+
+    def uid(self, pod: str) -> str:
+        return str(self.pods[pod]["metadata"]["uid"])
+
+    def address(self, pod: str) -> str:
+        return self.url(self.uid(pod))
+
+    def spec(self, group: str = "main") -> dict[str, Any]:
+        """The group as the user wrote it, to be changed."""
+        found: dict[str, Any] = next(g for g in self.server["spec"]["groups"] if g["name"] == group)
+        return found
 
 
 def _stamp(moment: datetime) -> str:
