@@ -20,8 +20,6 @@ CPU_ARGUMENTS = {
     "load-format": "auto",
     "skip-tokenizer-init": "",
     "max-total-tokens": "8192",
-    # Idle schedulers poll without a pause: five of them leave nothing of two cores for one that starts.
-    "sleep-on-idle": "",
 }
 
 
@@ -53,12 +51,15 @@ def engine_group(
         ],
         "volumes": [host_path("environment", "engine"), host_path("models", "models")],
     }
+    # Idle schedulers poll without a pause: several of them leave nothing of two cores for one that starts. Those of a
+    # pair must: what they wait for comes by other ways than those that would wake them.
+    idle = {} if fields.get("role") in ("Prefill", "Decode") else {"sleep-on-idle": ""}
     if node is not None:
         spec["nodeSelector"] = {"kubernetes.io/hostname": node}
     return {
         "name": name,
         **({} if replicas is None else {"replicas": replicas}),
-        "engine": {"image": ENGINE_IMAGE, "args": {**CPU_ARGUMENTS, **(args or {})}, **(engine or {})},
+        "engine": {"image": ENGINE_IMAGE, "args": {**CPU_ARGUMENTS, **idle, **(args or {})}, **(engine or {})},
         "template": {"spec": spec},
         "recovery": {"backoff": {"initialSeconds": 2, "maxSeconds": 4}},
         "drainTimeoutSeconds": 10,

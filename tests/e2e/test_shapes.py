@@ -28,7 +28,12 @@ from e2e.fleets import (
 from e2e.support import Kubectl, eventually, remove_namespace
 
 PRECISE = {"dtype": "float32"}
-PAIRS = {"disaggregation-transfer-backend": "mooncake", **PRECISE}
+PAIRS = {
+    "disaggregation-transfer-backend": "mooncake",
+    # Else decode engines want 10 GiB of host memory for their own.
+    "hicache-ratio": "2",
+    **PRECISE,
+}
 PAIR_ENV = {"MC_FORCE_TCP": "1"}  # no RDMA here
 RANKS_ENV = {
     # Gloo in place of NCCL, and one core a rank.
@@ -53,21 +58,20 @@ def space(kubectl: Kubectl, operator: None, vanishing_namespaces: list[str]) -> 
     inside("create", "serviceaccount", "trainer")
     first, second = nodes(kubectl)[:2]
     pair_engine = {"env": PAIR_ENV}
-    account = {"service_accounts": ("trainer",)}
     inside.apply(
-        rollout_server("plain", groups=[engine_group(args=PRECISE)], **account),
+        rollout_server("plain", groups=[engine_group(args=PRECISE)], service_accounts=("trainer",)),
         rollout_server(
             "pairs",
             groups=[
                 engine_group("prefill", role="Prefill", node=first, engine=pair_engine, args=PAIRS),
                 engine_group("decode", role="Decode", node=second, engine=pair_engine, args=PAIRS),
             ],
-            **account,
+            service_accounts=("trainer",),
         ),
         rollout_server(
             "ranks",
             groups=[engine_group(engine={"nodes": 2, "tensorParallel": 2, "env": RANKS_ENV}, args=PRECISE)],
-            **account,
+            service_accounts=("trainer",),
         ),
         trainer_pod("trainer", "actor=plain,pairs=pairs,ranks=ranks"),
     )

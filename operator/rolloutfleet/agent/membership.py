@@ -14,7 +14,6 @@ from pydantic import ValidationError
 
 from rolloutfleet.agent.errors import unavailable
 from rolloutfleet.api.agent import EngineView, FleetState, FleetView
-from rolloutfleet.api.names import server_group_name
 from rolloutfleet.api.rollout_server import GroupChecksum, RolloutServer, TrainingStatus
 from rolloutfleet.api.server_group import EngineStatus, ServerGroup
 from rolloutfleet.kube import client as kube
@@ -73,9 +72,8 @@ class Fleet:
         await self._announce()
 
     async def _read_groups(self, server: RolloutServer) -> tuple[ServerGroup, ...]:
-        names = [server_group_name(self.name, group.name) for group in server.spec.groups]
         found = []
-        for name in names:
+        for name in server.server_groups:
             try:
                 body = await self._api.get(kube.SERVER_GROUP, name, namespace=self._namespace)
             except kube.NotFound:
@@ -135,11 +133,10 @@ class Fleet:
         if weights is not None and weights.checksums:
             return list(weights.checksums)
         return [
-            GroupChecksum(
-                group=group.name, revision=group.status.measured_revision, checksum=group.status.measured_checksum
-            )
+            GroupChecksum(group=group.name, revision=entry.revision, checksum=entry.checksum)
             for group in self.groups
-            if group.status.measured_version == self.committed_version
+            for entry in group.status.measured
+            if entry.version == self.committed_version
         ]
 
     def engines(self) -> list[tuple[ServerGroup, EngineStatus]]:

@@ -97,11 +97,15 @@ class Memory:
         return self._result(after, failed, started)
 
     def _refuse_without_saver(self) -> None:
+        """SGLang without its memory saver would answer and release nothing."""
         for group in self._fleet.connected().spec.groups:
-            if not group.offload:
+            if group.role != "Placeholder" and not group.offload:
+                raise conflict("OffloadNotEnabled", f"spec.groups[{group.name}].offload is false; set it")
+        for _, engine in self._fleet.engines():
+            if engine.facts is not None and not engine.facts.memory_saver:
                 raise conflict(
                     "OffloadNotEnabled",
-                    f"spec.groups[{group.name}].offload is false: SGLang would answer and release nothing; set it",
+                    f"external engine {engine.url} was started without --enable-memory-saver; start it with it",
                 )
 
     def _memory(self) -> TrainingMemory:

@@ -194,7 +194,7 @@ class Updater:
                 url=engine.url,
                 group=group.name,
                 revision=engine.revision,
-                role=group.spec.role,
+                role=engine.facts.role if engine.facts is not None else group.spec.role,
             )
             for group, engine in self._fleet.engines()
             if engine.url and (engine.phase is EnginePhase.SERVING or engine.pod in held)

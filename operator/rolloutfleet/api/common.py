@@ -9,8 +9,9 @@ from pydantic import Field
 
 from rolloutfleet.api.schema import ListMap, Model, Opaque, Rule
 
-Role = Literal["Regular", "Prefill", "Decode"]
-"""What an engine does: everything, or one half of prefill/decode disaggregation."""
+Role = Literal["Regular", "Prefill", "Decode", "Placeholder", "External"]
+"""What a group is for. Regular: engines that do everything. Prefill, Decode: one half each of disaggregated serving.
+Placeholder: no engines, only their GPUs. External: engines that somebody else runs, each in its own role."""
 
 OWNED_ENGINE_ARGS = (
     "admin-api-key",
@@ -121,8 +122,8 @@ class EngineSpec(Model):
         ),
     )
 
-    image: Annotated[str, Field(min_length=1, max_length=1024)]
-    """Image whose `python` (or `python3`) can run `-m sglang.launch_server`."""
+    image: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """Image whose `python` (or `python3`) can run `-m sglang.launch_server`. Only a Placeholder may leave it out."""
     tensor_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
     """GPUs over which a layer is split."""
     pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
@@ -154,6 +155,22 @@ class EngineFacts(Model):
     """Its memory can be released and resumed."""
     version: Annotated[str, Field(max_length=64)] = ""
     """Of SGLang."""
+
+
+class ExternalEngine(Model):
+    """An engine that somebody else runs."""
+
+    url: Annotated[str, Field(pattern=r"^http://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5}/?$", max_length=300)]
+    """http://HOST:PORT of its rank 0, as routers and trainers reach it; IPv6 in brackets. Case and a slash at the end
+    make no difference."""
+    model_path: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """Where it has the model; default: spec.model.path. One that was started with another model is not used."""
+
+
+class ExternalSpec(Model):
+    """Engines that somebody else runs: used and trained on, never restarted."""
+
+    engines: Annotated[list[ExternalEngine], Field(min_length=1, max_length=256), ListMap(("url",))]
 
 
 class BackoffSpec(Model):
@@ -235,5 +252,7 @@ class EnginePhase(StrEnum):
     """The trainer has it paused or offloaded."""
     DRAINING = "Draining"
     """Out of the routers, about to go."""
+    RESERVED = "Reserved"
+    """A placeholder that holds its GPUs."""
     FAILED = "Failed"
     """Its last life ended; waits for its next one."""

@@ -16,6 +16,7 @@ AGENT_MANAGER = "rolloutfleet-agent"
 LABEL_SERVER = f"{GROUP}/server"
 LABEL_COMPONENT = f"{GROUP}/component"
 LABEL_GROUP = f"{GROUP}/group"
+LABEL_ROLE = f"{GROUP}/role"
 LABEL_GROUP_UID = f"{GROUP}/group-uid"
 LABEL_ENGINE_INDEX = f"{GROUP}/engine-index"
 LABEL_EPOCH = f"{GROUP}/epoch"
@@ -54,6 +55,13 @@ INITIAL_WEIGHT_VERSION = 0
 DERIVED_NAME_BUDGET = 43
 """Longest SERVER-GROUP, so that pod names SERVER-GROUP-INDEX-eEPOCH-rRANK (at most -9999-e999999-r99) fit the
 63 characters of a host name."""
+
+
+EXTERNAL_GROUP = "external"
+"""Name of the group that holds the engines of spec.external."""
+
+PLACEHOLDER_PRIORITY_CLASS = "rolloutfleet-placeholder"
+"""Made by the installation: below every other class, so that placeholders are preempted first."""
 
 
 def server_group_name(server: str, group: str) -> str:

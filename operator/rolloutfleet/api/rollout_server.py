@@ -11,14 +11,14 @@ from rolloutfleet.api.common import (
     Conditions,
     DrainSeconds,
     EngineSpec,
+    ExternalSpec,
     ModelSpec,
     RecoverySpec,
-    Role,
     RollingUpdate,
     RouterArguments,
     WeightsSpec,
 )
-from rolloutfleet.api.names import DERIVED_NAME_BUDGET
+from rolloutfleet.api.names import DERIVED_NAME_BUDGET, EXTERNAL_GROUP, server_group_name
 from rolloutfleet.api.schema import Column, Kind, ListMap, ListSet, Model, Opaque, Resource, Rule
 
 
@@ -37,8 +37,16 @@ class RouterSpec(Model):
 class GroupSpec(Model):
     """A group of equal engines; becomes a ServerGroup."""
 
+    rules = (
+        Rule("has(self.engine.image) || self.role == 'Placeholder'", "engine.image: required"),
+        Rule(
+            "self.role != 'Placeholder' || (!self.offload && self.engine.args.size() == 0)",
+            "role Placeholder: runs no engine, so offload and engine.args mean nothing; remove them",
+        ),
+    )
+
     name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$", max_length=40)]
-    role: Role = "Regular"
+    role: Literal["Regular", "Prefill", "Decode", "Placeholder"] = "Regular"
     replicas: Annotated[int, Field(ge=0, le=1024)] | None = None
     """Engines. Left out, the ServerGroup's scale belongs to an autoscaler or `kubectl scale`; it begins with 1."""
     engine: EngineSpec
@@ -86,6 +94,14 @@ class RolloutServerSpec(Model):
             "groups: every name may be used once",
         ),
         Rule(
+            "self.groups.size() > 0 || has(self.external)",
+            "groups: at least one group is needed, or external.engines",
+        ),
+        Rule(
+            f"!has(self.external) || self.groups.all(g, g.name != '{EXTERNAL_GROUP}')",
+            f"groups: the name {EXTERNAL_GROUP} belongs to the engines of spec.external",
+        ),
+        Rule(
             "self.groups.exists(g, g.role == 'Prefill') == self.groups.exists(g, g.role == 'Decode')",
             "groups: role Prefill needs a group of role Decode, and Decode one of role Prefill",
         ),
@@ -103,7 +119,9 @@ class RolloutServerSpec(Model):
     update_weights: bool = True
     """False: frozen weights (a reward or reference model); updates are refused."""
     router: RouterSpec = RouterSpec()
-    groups: Annotated[list[GroupSpec], Field(min_length=1, max_length=16), ListMap(("name",))]
+    groups: Annotated[list[GroupSpec], Field(max_length=16), ListMap(("name",))] = []
+    external: ExternalSpec | None = None
+    """Engines that somebody else runs, beside the groups or in their place."""
     weights: WeightsSpec | None = None
     """Without it, an engine that comes late waits for the trainer's next update."""
     trainers: TrainersSpec = TrainersSpec()
@@ -246,6 +264,12 @@ class RolloutServer(Resource):
             f"spec.groups[].name: NAME-GROUP may have at most {DERIVED_NAME_BUDGET} characters, so that the pod "
             "names derived from it (NAME-GROUP-INDEX-eEPOCH-rRANK) fit 63",
         ),
+        Rule(
+            f"!has(self.spec.external) || self.metadata.name.size() + {1 + len(EXTERNAL_GROUP)} "
+            f"<= {DERIVED_NAME_BUDGET}",
+            f"metadata.name: with spec.external at most {DERIVED_NAME_BUDGET - 1 - len(EXTERNAL_GROUP)} characters, "
+            f"since NAME-{EXTERNAL_GROUP} may have {DERIVED_NAME_BUDGET}",
+        ),
     )
     kind_info: ClassVar[Kind] = Kind(
         name="RolloutServer",
@@ -267,3 +291,9 @@ class RolloutServer(Resource):
 
     spec: RolloutServerSpec
     status: RolloutServerStatus = RolloutServerStatus()
+
+    @property
+    def server_groups(self) -> list[str]:
+        """Names of the ServerGroups that belong to it."""
+        names = [group.name for group in self.spec.groups] + ([EXTERNAL_GROUP] if self.spec.external else [])
+        return [server_group_name(self.name, name) for name in names]

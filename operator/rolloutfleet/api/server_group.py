@@ -12,8 +12,10 @@ from pydantic import Field
 from rolloutfleet.api.common import (
     Conditions,
     DrainSeconds,
+    EngineFacts,
     EnginePhase,
     EngineSpec,
+    ExternalSpec,
     ModelSpec,
     RecoverySpec,
     Role,
@@ -33,13 +35,31 @@ class ServerGroupSpec(Model):
     """Engines wanted."""
     model: ModelSpec
     update_weights: bool = True
-    engine: EngineSpec
+    engine: EngineSpec | None = None
+    """Absent for role External alone."""
+    external: ExternalSpec | None = None
     offload: bool = False
     template: Annotated[dict[str, Any], Opaque(fields=("metadata", "spec"))] | None = None
     recovery: RecoverySpec = RecoverySpec()
     rolling_update: RollingUpdate = RollingUpdate()
     drain_timeout_seconds: DrainSeconds = 300
     weights: WeightsSpec | None = None
+
+    @property
+    def own_engine(self) -> EngineSpec:
+        """What pods are made of; for every role but External."""
+        if self.engine is None:
+            raise ValueError(f"role {self.role} has no engine of its own")
+        return self.engine
+
+
+class MeasuredWeights(Model):
+    """Checksum of one weight version in one layout, taken from the first engine that loaded it."""
+
+    revision: Annotated[str, Field(max_length=64)]
+    """Of the engines that share the layout."""
+    version: Annotated[int, Field(ge=0)]
+    checksum: Annotated[str, Field(max_length=128)]
 
 
 class Failure(Model):
@@ -65,7 +85,7 @@ class EngineStatus(Model):
     url: Annotated[str, Field(max_length=512)] = ""
     """Where the engine's rank 0 answers; empty while it has no address."""
     pod: Annotated[str, Field(max_length=253)] = ""
-    """Name of the rank 0 pod."""
+    """Name of the rank 0 pod; of an external engine, the name that its pod would have."""
     pod_uid: Annotated[str, Field(max_length=64)] = ""
     """UID of that pod once all pods of this life were seen: when one is gone this life has ended, and no name of it is
     ever used again."""
@@ -77,6 +97,8 @@ class EngineStatus(Model):
     """Failures since the engine last served; sets the backoff."""
     retry_at: Annotated[str, Field(max_length=64)] = ""
     """When the next life may begin, while phase is Failed."""
+    facts: EngineFacts | None = None
+    """Of an external engine: what it says of itself."""
     drain_until: Annotated[str, Field(max_length=64)] = ""
     """While Draining: when requests that still run are aborted."""
     last_failure: Failure | None = None
@@ -97,11 +119,8 @@ class ServerGroupStatus(Model):
     """The fleet's weight version, if every routable engine has it."""
     last_epoch: Annotated[int, Field(ge=0)] = 0
     """Highest epoch given out in this group: no engine ever uses an epoch twice."""
-    measured_version: Annotated[int, Field(ge=0)] | None = None
-    measured_revision: Annotated[str, Field(max_length=64)] = ""
-    measured_checksum: Annotated[str, Field(max_length=128)] = ""
-    """Checksum of that weight version in this group's layout, taken from its first engine that loaded it: for
-    version 0, and where no engine of the group took part in the trainer's update."""
+    measured: Annotated[tuple[MeasuredWeights, ...], Field(max_length=32), ListMap(("revision",))] = ()
+    """For version 0, and where no engine of a layout took part in the trainer's update."""
     conditions: Conditions = ()
     engines: Annotated[tuple[EngineStatus, ...], Field(max_length=1024), ListMap(("index",))] = ()
 

@@ -24,6 +24,7 @@ from rolloutfleet.engine.sglang import EngineClient
 from rolloutfleet.kube import client as kube
 from rolloutfleet.plan.actions import (
     Action,
+    Adopt,
     Apply,
     ApplyStatus,
     CatchUp,
@@ -98,6 +99,8 @@ class Executor:
                 await self._deregister(key, action)
             case Verify():
                 self._start(key, (action.pod_uid,), "verify", self._verify(key, action))
+            case Adopt():
+                self._start(key, (action.pod_uid,), "adoption", self._adopt(key, action))
             case CatchUp():
                 self._start(key, (action.pod_uid,), "catch-up", self._catch_up(key, action))
             case Continue():
@@ -273,6 +276,11 @@ class Executor:
 
     async def _verify(self, key: FleetKey, action: Verify) -> None:
         await self._read_weights(action.pod_uid, action.url, action.training_key)
+
+    async def _adopt(self, key: FleetKey, action: Adopt) -> None:
+        await self._require_same_training(key)
+        await self._engine(action.url).label_weights(action.version)
+        self._prober.look_soon(action.pod_uid)
 
     async def _read_weights(self, pod_uid: str, url: str, training_key: str, *, loaded: bool = False) -> EngineProbe:
         engine = self._engine(url)

@@ -13,12 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 from rolloutfleet.api.common import EngineFacts
-from rolloutfleet.api.names import COMPONENT_ENGINE, COMPONENT_ROUTER, ENGINE_PORT, ROUTER_PORT
-from rolloutfleet.control.store import FleetKey, FleetStore
+from rolloutfleet.control.store import FleetKey, FleetStore, Target
 from rolloutfleet.engine import router
 from rolloutfleet.engine.errors import EngineError
-from rolloutfleet.engine.sglang import EngineClient
-from rolloutfleet.plan.observed import EngineProbe, Worker, WorkerKind, pod_url
+from rolloutfleet.engine.sglang import EngineClient, ModelInfo
+from rolloutfleet.plan.observed import EngineProbe, Worker, WorkerKind, is_external
 
 logger = logging.getLogger(__name__)
 
@@ -56,75 +55,81 @@ class Prober:
         """For ever; cancelled with the process."""
         while True:
             now = self._monotonic()
-            alive: set[str] = set()
-            for component, look in ((COMPONENT_ENGINE, self._look_at_engine), (COMPONENT_ROUTER, self._look_at_router)):
-                for key, pod in self._store.pods(component):
-                    uid = pod["metadata"]["uid"]
-                    alive.add(uid)
-                    if uid in self._running or self._due.get(uid, 0.0) > now or not _running(pod):
-                        continue
-                    self._running.add(uid)
-                    task = asyncio.create_task(self._guarded(look, key, pod), name=f"probe {uid}")
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
-            for uid in set(self._due) - alive:
+            targets = self._store.targets()
+            for target in targets:
+                if target.uid in self._running or self._due.get(target.uid, 0.0) > now:
+                    continue
+                self._running.add(target.uid)
+                task = asyncio.create_task(self._guarded(target), name=f"probe {target.uid}")
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            current = {target.uid for target in targets}
+            for uid in set(self._due) - current:
                 del self._due[uid]
+            for uid in [uid for uid in self._store.probes if is_external(uid) and uid not in current]:
+                del self._store.probes[uid]
             await asyncio.sleep(TICK_SECONDS)
 
-    async def _guarded(
-        self, look: Callable[[FleetKey, dict[str, Any]], Any], key: FleetKey, pod: dict[str, Any]
-    ) -> None:
-        uid = pod["metadata"]["uid"]
-        self._due.pop(uid, None)
+    async def _guarded(self, target: Target) -> None:
+        look = self._look_at_router if target.router else self._look_at_engine
+        self._due.pop(target.uid, None)
         try:
             async with self._slots:
-                settled = await look(key, pod)
+                settled = await look(target)
         except Exception:
-            logger.exception("probe of pod %s failed", pod["metadata"]["name"])
+            logger.exception("probe of %s failed", target.url)
             settled = True
         finally:
-            self._running.discard(uid)
+            self._running.discard(target.uid)
         interval = SETTLED_SECONDS if settled else STARTING_SECONDS
         # look_soon may have been called while we looked: keep the earlier moment.
-        self._due.setdefault(uid, self._monotonic() + interval)
+        self._due.setdefault(target.uid, self._monotonic() + interval)
 
-    async def _look_at_engine(self, key: FleetKey, pod: dict[str, Any]) -> bool:
-        uid = pod["metadata"]["uid"]
+    async def _look_at_engine(self, target: Target) -> bool:
+        uid = target.uid
         before = self._store.probes.get(uid)
-        engine = self._engine(pod_url(pod["status"]["podIP"], ENGINE_PORT))
-        answering = await _flag(engine.ping())
-        if answering:
+        engine = self._engine(target.url)
+        info: ModelInfo | None = None
+        paused = False
+        if await _flag(engine.ping()):
             paused = not await _flag(engine.ready())
-            try:
-                label = (await engine.model_info()).weight_version
-            except EngineError:
-                answering, label = False, ""
-        if not answering:
-            # Whoever answers next at this address may be another process: only what is read from now on counts.
-            after = replace(before, answering=False, facts=None) if before else EngineProbe(answering=False)
+            info = await _model_info(engine)
+        if info is None:
+            after = _missed(before, target)
         else:
             known = before or EngineProbe(answering=True)
-            if label != known.label:
+            if info.weight_version != known.label:
                 known = replace(
                     known, checksum="", read_under="", loaded_under=""
                 )  # somebody loaded weights: old proof is void
-            latest = self._store.probes.get(uid)
-            if latest is not before and latest is not None:
-                known = latest if latest.label == label else known  # a checksum was read while we looked
             facts = known.facts or await _facts(engine)
             load = await _load(engine)
-            after = replace(known, answering=True, paused=paused, label=label, facts=facts, load=load)
+            latest = self._store.probes.get(uid)
+            if latest is not before and latest is not None:
+                # A checksum was read, or a pair tried, while we looked.
+                known = latest if latest.label == info.weight_version else known
+            after = replace(
+                known,
+                answering=True,
+                misses=0,
+                paused=paused,
+                label=info.weight_version,
+                model_path=info.model_path,
+                facts=facts,
+                load=load,
+            )
         self._store.probes[uid] = after
         if after != before:
-            self._enqueue(key)
+            for key in target.fleets:
+                self._enqueue(key)
         return after.answering
 
-    async def _look_at_router(self, key: FleetKey, pod: dict[str, Any]) -> bool:
-        uid = pod["metadata"]["uid"]
+    async def _look_at_router(self, target: Target) -> bool:
+        uid = target.uid
         before = self._store.tables.get(uid)
         registering = self._store.registering.get(uid, {})
         try:
-            workers = await self._router(pod_url(pod["status"]["podIP"], ROUTER_PORT)).list_workers()
+            workers = await self._router(target.url).list_workers()
         except EngineError:
             after = None
         else:
@@ -133,8 +138,28 @@ class Prober:
                 registering.pop(url, None)
         self._store.tables[uid] = after
         if after != before:
-            self._enqueue(key)
+            for key in target.fleets:
+                self._enqueue(key)
         return not registering and after is not None and all(worker.healthy for worker in after.values())
+
+
+def _missed(before: EngineProbe | None, target: Target) -> EngineProbe:
+    """Whoever answers next at this address may be another process: only what is read from then on counts.
+
+    A pod that is not ours to watch is given one more look: that it ends cannot be seen otherwise.
+    """
+    if before is None:
+        return EngineProbe(answering=False)
+    if target.external and before.answering and before.misses == 0:
+        return replace(before, misses=1)
+    return replace(before, answering=False, misses=0, facts=None, checksum="", read_under="", loaded_under="")
+
+
+async def _model_info(engine: EngineClient) -> ModelInfo | None:
+    try:
+        return await engine.model_info()
+    except EngineError:
+        return None
 
 
 def _listed(worker: router.Worker) -> Worker:
@@ -163,8 +188,3 @@ async def _flag(call: Any) -> bool:
         return bool(await call)
     except EngineError:
         return False
-
-
-def _running(pod: dict[str, Any]) -> bool:
-    status = pod.get("status") or {}
-    return bool(status.get("podIP")) and status.get("phase") == "Running"

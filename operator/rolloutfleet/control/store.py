@@ -14,12 +14,31 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from rolloutfleet.api.names import COMPONENT_ENGINE, COMPONENT_ROUTER, LABEL_COMPONENT, LABEL_SERVER
+from rolloutfleet.api.names import (
+    COMPONENT_ENGINE,
+    COMPONENT_ROUTER,
+    ENGINE_PORT,
+    LABEL_COMPONENT,
+    LABEL_RANK,
+    LABEL_ROLE,
+    LABEL_SERVER,
+    ROUTER_PORT,
+)
 from rolloutfleet.api.rollout_server import RolloutServer
 from rolloutfleet.api.server_group import ServerGroup
 from rolloutfleet.plan.failures import Trouble
 from rolloutfleet.plan.objects import CHILD_KINDS
-from rolloutfleet.plan.observed import EngineProbe, Fleet, LeaseView, Worker, engine_pod, router_pod
+from rolloutfleet.plan.observed import (
+    EngineProbe,
+    Fleet,
+    LeaseView,
+    Worker,
+    canonical_url,
+    engine_pod,
+    external_uid,
+    pod_url,
+    router_pod,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +46,17 @@ logger = logging.getLogger(__name__)
 class FleetKey(NamedTuple):
     namespace: str
     name: str
+
+
+@dataclass(frozen=True)
+class Target:
+    """Somebody to look at, and whose fleets care."""
+
+    uid: str
+    url: str
+    fleets: tuple[FleetKey, ...]
+    router: bool = False
+    external: bool = False
 
 
 @dataclass
@@ -141,6 +171,27 @@ class FleetStore:
             if component_of(pod) == component
         ]
 
+    def targets(self) -> list[Target]:
+        """Whom to ask how it is: running engines (rank 0), routers, and external engines."""
+        found = [
+            Target(
+                uid=pod["metadata"]["uid"],
+                url=pod_url(pod["status"]["podIP"], port),
+                fleets=(key,),
+                router=component == COMPONENT_ROUTER,
+            )
+            for component, port in ((COMPONENT_ENGINE, ENGINE_PORT), (COMPONENT_ROUTER, ROUTER_PORT))
+            for key, pod in self.pods(component)
+            if _answers(pod)
+        ]
+        external: dict[str, list[FleetKey]] = {}
+        for key in self._fleets:
+            for url in _external_urls(self.server(key)):
+                external.setdefault(url, []).append(key)
+        return found + [
+            Target(uid=external_uid(url), url=url, fleets=tuple(keys), external=True) for url, keys in external.items()
+        ]
+
     def fleet(self, key: FleetKey) -> Fleet | None:
         """The fleet as seen now; None if there is no RolloutServer of that name. Raises ValidationError."""
         body = self.server(key)
@@ -201,6 +252,18 @@ def _group(body: Mapping[str, Any]) -> ServerGroup:
     except ValidationError:
         # A status written by another version: it is computed anew, the spec is what counts.
         return ServerGroup.model_validate({**body, "status": {}})
+
+
+def _answers(pod: Mapping[str, Any]) -> bool:
+    """Of an engine rank 0 alone, of a fleet all routers; placeholders answer nobody."""
+    status, labels = pod.get("status") or {}, pod["metadata"].get("labels") or {}
+    running = bool(status.get("podIP")) and status.get("phase") == "Running"
+    return running and labels.get(LABEL_RANK, "0") == "0" and labels.get(LABEL_ROLE) != "Placeholder"
+
+
+def _external_urls(server: Mapping[str, Any] | None) -> list[str]:
+    engines = ((server or {}).get("spec", {}).get("external") or {}).get("engines") or []
+    return list(dict.fromkeys(canonical_url(engine["url"]) for engine in engines))
 
 
 def component_of(pod: Mapping[str, Any]) -> str:

@@ -121,6 +121,11 @@ class EngineClient(HttpPeer):
         if not answer.get("success", False):
             raise EngineRefused(f"{self.url}: {path} not loaded: {answer.get('message')}", status=200)
 
+    async def label_weights(self, version: int) -> None:
+        """Change what the engine calls its weights, and nothing else: requests go on."""
+        body = {"new_version": str(version), "abort_all_requests": False}
+        await self._call("POST", "/update_weight_version", seconds=CONTROL_SECONDS, body=body)
+
     async def release_memory(self, tags: Sequence[MemoryTag], *, seconds: float = CONTROL_SECONDS) -> None:
         """Only on an idle engine: otherwise the scheduler dies. A second call is undefined: never repeat it."""
         await self._call("POST", "/release_memory_occupation", seconds=seconds, body={"tags": list(tags)})

@@ -85,6 +85,16 @@ class Verify:
 
 
 @dataclass(frozen=True)
+class Adopt:
+    """Label an engine that somebody else started with the version that its weights are."""
+
+    pod_uid: str
+    url: str
+    version: int
+    training_key: str
+
+
+@dataclass(frozen=True)
 class CatchUp:
     """Load a committed checkpoint into an engine that no router lists, and let it continue."""
 
@@ -162,6 +172,7 @@ Action = (
     | Register
     | Deregister
     | Verify
+    | Adopt
     | CatchUp
     | Continue
     | PairCheck

@@ -78,6 +78,8 @@ def drained(view: EngineView, now: datetime) -> bool:
     until = parse_time(view.record.drain_until)
     if not view.answering:
         return True
+    if view.pod is not None and view.pod.external:
+        return not view.listed  # it goes on running, only without us
     if until is None or view.listed:
         return False
     return view.probe.drained == view.record.drain_until or now >= until + ABORT_GRACE

@@ -77,12 +77,12 @@ def escaped(words: Sequence[str]) -> list[str]:
     return [escape_for_kubelet(word) for word in words]
 
 
-def engine_arguments(group: ServerGroup, *, index: int, epoch: int, rank: int) -> list[str]:
+def engine_arguments(group: ServerGroup, *, index: int, epoch: int, rank: int, bind: str) -> list[str]:
     """Arguments of `sglang.launch_server` for one pod of an engine, ready for a container's `args`."""
-    spec, engine = group.spec, group.spec.engine
+    spec, engine = group.spec, group.spec.own_engine
     ours = {
         "model-path": spec.model.path,
-        "host": "0.0.0.0",
+        "host": bind,
         "port": str(ENGINE_PORT),
         "tp-size": str(engine.tensor_parallel),
         "pp-size": str(engine.pipeline_parallel),
@@ -121,13 +121,13 @@ ROUTER_DEFAULTS: Mapping[str, str] = {
 }
 
 
-def router_arguments(spec: RouterSpec, *, disaggregated: bool) -> list[str]:
+def router_arguments(spec: RouterSpec, *, disaggregated: bool, bind: str) -> list[str]:
     """Arguments of `sglang_router.launch_router`, ready for a container's `args`."""
     ours = {
-        "host": "0.0.0.0",
+        "host": bind,
         "port": str(ROUTER_PORT),
         "policy": spec.policy,
-        "prometheus-host": "0.0.0.0",
+        "prometheus-host": bind,
         "prometheus-port": str(ROUTER_METRICS_PORT),
     }
     if disaggregated:

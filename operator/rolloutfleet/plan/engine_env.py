@@ -41,7 +41,7 @@ def engine_environment(spec: ServerGroupSpec) -> list[dict[str, Any]]:
     unused = frozenset() if spec.offload else ONLY_WITH_OFFLOAD
     if spec.role not in ("Prefill", "Decode"):
         unused |= ONLY_IN_PAIRS
-    plain = {name: value for name, value in DEFAULTS.items() if name not in unused} | spec.engine.env
+    plain = {name: value for name, value in DEFAULTS.items() if name not in unused} | spec.own_engine.env
     # The address that other ranks and decode engines are told: the pod's, whatever interfaces there are.
     address = {"name": "SGLANG_HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     return [address, *({"name": name, "value": value.replace("$", "$$")} for name, value in sorted(plain.items()))]

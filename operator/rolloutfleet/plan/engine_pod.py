@@ -21,8 +21,10 @@ from rolloutfleet.api.names import (
     LABEL_GROUP_UID,
     LABEL_MANAGED_BY,
     LABEL_RANK,
+    LABEL_ROLE,
     LABEL_SERVER,
     MANAGED_BY,
+    PLACEHOLDER_PRIORITY_CLASS,
     RENDEZVOUS_PORT,
     engine_pod_name,
     ranks_service_name,
@@ -30,7 +32,7 @@ from rolloutfleet.api.names import (
 from rolloutfleet.api.server_group import ServerGroup, ServerGroupSpec
 from rolloutfleet.plan.engine_args import engine_arguments
 from rolloutfleet.plan.engine_env import CACHE_PATH, engine_environment
-from rolloutfleet.plan.objects import owner_reference
+from rolloutfleet.plan.objects import Defaults, owner_reference
 from rolloutfleet.plan.overlay import OverlayError, merge
 from rolloutfleet.plan.revision import group_revision
 
@@ -54,7 +56,7 @@ SHM_VOLUME = "rolloutfleet-shm"
 
 
 def engine_pod(
-    group: ServerGroup, *, index: int, epoch: int, rank: int = 0, peers: Iterable[str] = ()
+    group: ServerGroup, *, index: int, epoch: int, defaults: Defaults, rank: int = 0, peers: Iterable[str] = ()
 ) -> dict[str, Any]:
     """The pod manifest. Raises OverlayError when the template cannot be applied; the text names the field.
 
@@ -64,13 +66,14 @@ def engine_pod(
         LABEL_SERVER: group.spec.server,
         LABEL_COMPONENT: COMPONENT_ENGINE,
         LABEL_GROUP: group.name,
+        LABEL_ROLE: group.spec.role,
         LABEL_GROUP_UID: group.uid,
         LABEL_ENGINE_INDEX: str(index),
         LABEL_EPOCH: str(epoch),
         LABEL_RANK: str(rank),
         LABEL_MANAGED_BY: MANAGED_BY,
     }
-    template = {"metadata": {"labels": {}, "annotations": {}}, "spec": _pod_spec(group, index, epoch, rank)}
+    template = {"metadata": {"labels": {}, "annotations": {}}, "spec": _pod_spec(group, index, epoch, rank, defaults)}
     overlay = group.spec.template or {}
     _refuse_owned_fields(overlay)
     template = merge(template, overlay)
@@ -78,7 +81,7 @@ def engine_pod(
     metadata = template["metadata"]
     annotations = {
         ANNOTATION_REVISION: group_revision(group.spec),
-        ANNOTATION_NODES: str(group.spec.engine.nodes),
+        ANNOTATION_NODES: str(group.spec.own_engine.nodes),
         ANNOTATION_PEERS: ",".join(sorted(peers)),
     }
     return {
@@ -95,7 +98,41 @@ def engine_pod(
     }
 
 
-def _pod_spec(group: ServerGroup, index: int, epoch: int, rank: int) -> dict[str, Any]:
+def _pod_spec(group: ServerGroup, index: int, epoch: int, rank: int, defaults: Defaults) -> dict[str, Any]:
+    if group.spec.role == "Placeholder":
+        return _placeholder_spec(group, defaults)
+    return _engine_spec(group, index, epoch, rank, defaults)
+
+
+def _placeholder_spec(group: ServerGroup, defaults: Defaults) -> dict[str, Any]:
+    """Sleeps, costs nothing, and is the first to go when somebody else needs the GPUs."""
+    engine = group.spec.own_engine
+    resources = {GPU_RESOURCE: str(engine.gpus_per_pod), "cpu": "10m", "memory": "16Mi"}
+    return {
+        "restartPolicy": "Never",
+        "enableServiceLinks": False,
+        "automountServiceAccountToken": False,
+        "priorityClassName": PLACEHOLDER_PRIORITY_CLASS,
+        "terminationGracePeriodSeconds": 0,
+        "tolerations": [{"key": GPU_RESOURCE, "operator": "Exists", "effect": "NoSchedule"}],
+        "containers": [
+            {
+                "name": ENGINE_CONTAINER,
+                "image": engine.image or defaults.placeholder_image,
+                "resources": {"requests": dict(resources), "limits": dict(resources)},
+                "securityContext": {
+                    "allowPrivilegeEscalation": False,
+                    "runAsNonRoot": True,
+                    "runAsUser": 65532,
+                    "capabilities": {"drop": ["ALL"]},
+                    "seccompProfile": {"type": "RuntimeDefault"},
+                },
+            }
+        ],
+    }
+
+
+def _engine_spec(group: ServerGroup, index: int, epoch: int, rank: int, defaults: Defaults) -> dict[str, Any]:
     spec = group.spec
     mounts: list[dict[str, Any]] = [
         {"name": SHM_VOLUME, "mountPath": "/dev/shm"},
@@ -108,7 +145,7 @@ def _pod_spec(group: ServerGroup, index: int, epoch: int, rank: int) -> dict[str
     if spec.weights is not None:
         volumes.append({"name": WEIGHTS_VOLUME, **spec.weights.volume})
         mounts.append({"name": WEIGHTS_VOLUME, "mountPath": spec.weights.mount_path, "readOnly": True})
-    gpus = {GPU_RESOURCE: str(spec.engine.gpus_per_pod)}
+    gpus = {GPU_RESOURCE: str(spec.own_engine.gpus_per_pod)}
     return {
         **_placement(group, index, epoch),
         **_names(group, index, epoch, rank),
@@ -125,9 +162,9 @@ def _pod_spec(group: ServerGroup, index: int, epoch: int, rank: int) -> dict[str
         "containers": [
             {
                 "name": ENGINE_CONTAINER,
-                "image": spec.engine.image,
+                "image": spec.own_engine.image,
                 "command": ["python3", "-m", "sglang.launch_server"],
-                "args": engine_arguments(group, index=index, epoch=epoch, rank=rank),
+                "args": engine_arguments(group, index=index, epoch=epoch, rank=rank, bind=defaults.bind_address),
                 "ports": _ports(spec),
                 "env": engine_environment(spec),
                 "resources": {"requests": dict(gpus), "limits": dict(gpus)},
@@ -159,16 +196,16 @@ def _placement(group: ServerGroup, index: int, epoch: int) -> dict[str, Any]:
             }
         ]
     }
-    if group.spec.engine.topology_key is not None:
+    if group.spec.own_engine.topology_key is not None:
         same_life = {LABEL_GROUP_UID: group.uid, LABEL_ENGINE_INDEX: str(index), LABEL_EPOCH: str(epoch)}
-        term = {"topologyKey": group.spec.engine.topology_key, "labelSelector": {"matchLabels": same_life}}
+        term = {"topologyKey": group.spec.own_engine.topology_key, "labelSelector": {"matchLabels": same_life}}
         placement["affinity"] = {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
     return placement
 
 
 def _names(group: ServerGroup, index: int, epoch: int, rank: int) -> dict[str, Any]:
     """A DNS name of its own for each pod of an engine of several pods."""
-    if group.spec.engine.nodes == 1:
+    if group.spec.own_engine.nodes == 1:
         return {}
     return {
         "hostname": engine_pod_name(group.name, index, epoch, rank),
@@ -181,13 +218,15 @@ def _ports(spec: ServerGroupSpec) -> list[dict[str, Any]]:
     ports = {"http": ENGINE_PORT}
     if spec.role == "Prefill":
         ports["bootstrap"] = BOOTSTRAP_PORT
-    if spec.engine.nodes > 1:
+    if spec.own_engine.nodes > 1:
         ports["rendezvous"] = RENDEZVOUS_PORT
     return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()]
 
 
 def _refuse_short_grace(pod_spec: dict[str, Any], group: ServerGroup) -> None:
     grace = pod_spec["terminationGracePeriodSeconds"]
+    if group.spec.role == "Placeholder":
+        return
     if not isinstance(grace, int) or grace < group.spec.drain_timeout_seconds:
         raise OverlayError(
             f"template.spec.terminationGracePeriodSeconds: {grace} is shorter than drainTimeoutSeconds "

@@ -59,6 +59,8 @@ class EngineView:
     outdated: bool = False
     """Made from an older revision of the group's spec."""
     pairing: Pairing = Pairing.PROVED
+    misfit: tuple[str, str] = ("", "")
+    """(reason, message) why it cannot be used as it was started."""
     aside: bool = False
     """Must not serve beside engines of another revision that do."""
     leaving: bool = False
@@ -74,8 +76,7 @@ class EngineView:
 
     @property
     def fits(self) -> bool:
-        """SGLang itself says that it has the role that it was started for."""
-        return self.probe.facts is None or self.probe.facts.role == self.role
+        return self.misfit == ("", "")
 
     @property
     def worker(self) -> WorkerKind:
@@ -175,8 +176,11 @@ def waiting_for_retry(record: EngineStatus, now: datetime) -> bool:
 
 
 def weights_of(pod: EnginePod, probe: EngineProbe, expected: str, training: Training) -> Weights:
-    """Label and checksum against the committed ones. The agent's verdict counts as a checksum; a label never does."""
-    if pod.name in training.committed_pods:
+    """Label and checksum against the committed ones. The agent's verdict counts as a checksum; a label never does.
+
+    The verdict names a pod, and so one process; an external engine may be another one by now.
+    """
+    if pod.name in training.committed_pods and not pod.external:
         return Weights.CURRENT
     if not probe.checksum or probe.read_under != training.key:
         return Weights.UNPROVED
@@ -192,6 +196,8 @@ def weights_of(pod: EnginePod, probe: EngineProbe, expected: str, training: Trai
 def phase_of(view: EngineView, fleet: Fleet, training: Training, now: datetime) -> tuple[EnginePhase, str, str]:
     """(phase, reason, message): where the engine stands and, unless it serves, why."""
     record, pod = view.record, view.pod
+    if view.role == "Placeholder" and complete(view.pods) and started_at(view.pods) is not None:
+        return EnginePhase.RESERVED, "", ""
     if pod is None or pod.ended or not complete(view.pods):
         if waiting_for_retry(record, now) and record.last_failure is not None:
             return EnginePhase.FAILED, record.last_failure.reason, record.last_failure.message
@@ -211,6 +217,8 @@ def phase_of(view: EngineView, fleet: Fleet, training: Training, now: datetime) 
     if pod.name in training.memory_held:
         return EnginePhase.HELD, "MemoryReleased", "the trainer has released memory of this engine"
     if not view.probe.answering:
+        if pod.external:
+            return EnginePhase.STARTING, "NotAnswering", f"no answer at {pod.url}; it is not ours to restart"
         if view.listed:
             return EnginePhase.STARTING, "NotAnswering", "no answer on /ping"
         return EnginePhase.STARTING, "Loading", "SGLang does not answer yet"
@@ -226,9 +234,8 @@ def _unready(view: EngineView, fleet: Fleet, training: Training) -> tuple[str, s
     """(reason, message) why an engine that answers does not serve; empty when it does."""
     pod = view.pod
     uid, name = (pod.uid, pod.name) if pod is not None else ("", "")
-    facts = view.probe.facts
-    if not view.fits and facts is not None:
-        return "RoleMismatch", f"it was started as {facts.role}, the group's role is {view.role}"
+    if not view.fits:
+        return view.misfit
     if view.weights is Weights.BEHIND:
         problem = fleet.catch_up_failures.get(uid)
         if problem:

@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from rolloutfleet.api.schema import Model, Resource
 from rolloutfleet.plan.actions import (
     Action,
+    Adopt,
     ApplyStatus,
     CatchUp,
     Continue,
@@ -24,6 +25,7 @@ from rolloutfleet.plan.actions import (
 )
 from rolloutfleet.plan.changes import drain_step
 from rolloutfleet.plan.engines import EngineView, Weights, started_at
+from rolloutfleet.plan.external import adoptable
 from rolloutfleet.plan.groups import GroupPlan, GroupView, look_at, plan_group
 from rolloutfleet.plan.membership import Membership, membership_of, table_actions, table_complete
 from rolloutfleet.plan.objects import Defaults, child_actions
@@ -43,9 +45,9 @@ def plan_fleet(
         return []  # owner references take everything with it
     training = training_of(fleet, now)
     groups = [group for group in fleet.groups if not group.metadata.get("deletionTimestamp")]
-    seen = [look_at(group, fleet, training) for group in groups]
+    seen = [look_at(group, fleet, training, now) for group in groups]
     peers = with_pairing([view for group in seen for view in group.engines])
-    plans = [plan_group(_paired(group, peers), peers, fleet, training, now) for group in seen]
+    plans = [plan_group(_paired(group, peers), peers, fleet, training, defaults, now) for group in seen]
     engines = [view for plan in plans for view in plan.engines]
     membership = membership_of(engines, training)
 
@@ -127,6 +129,7 @@ def _engine_gates(view: EngineView, training: Training) -> list[Action]:
         )
         for pod in view.pods
         if pod.alive
+        and not pod.external
         and pod.gate is not wanted
         # A gate that was never set counts as False.
         and (wanted or pod.gate is not None or view.answering)
@@ -142,6 +145,10 @@ def _engine_work(view: EngineView, fleet: Fleet, training: Training, now: dateti
         return list(drain_step(view, now))
     if training.held or pod.name in training.memory_held:
         return []
+    if not view.fits:
+        return []
+    if pod.external and adoptable(view.probe, training.version):
+        return [Adopt(pod_uid=pod.uid, url=pod.url, version=training.version, training_key=training.key)]
     if view.weights is Weights.UNPROVED:
         return [Verify(pod_uid=pod.uid, url=pod.url, training_key=training.key)]
     if view.weights is Weights.BEHIND and not view.listed:

@@ -5,13 +5,13 @@ Two steps, since what an engine may do can depend on engines of other groups: `l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
 from rolloutfleet.api.common import EnginePhase
-from rolloutfleet.api.server_group import EngineStatus, Failure, ServerGroup
+from rolloutfleet.api.server_group import EngineStatus, Failure, MeasuredWeights, ServerGroup
 from rolloutfleet.plan.actions import Action, CreatePod, DeletePod
 from rolloutfleet.plan.changes import drain_until, drained, engines_wanted, free_indexes, outdated_to_replace, surplus
 from rolloutfleet.plan.engine_pod import engine_pod
@@ -28,8 +28,11 @@ from rolloutfleet.plan.engines import (
     waiting_for_retry,
     weights_of,
 )
+from rolloutfleet.plan.epochs import Epochs
+from rolloutfleet.plan.external import UP, external_pod, external_records, misfit, wanted_urls
 from rolloutfleet.plan.membership import acknowledged_everywhere, listed_anywhere
-from rolloutfleet.plan.observed import EnginePod, Fleet
+from rolloutfleet.plan.objects import Defaults, disaggregated
+from rolloutfleet.plan.observed import EnginePod, EngineProbe, Fleet, external_uid
 from rolloutfleet.plan.overlay import OverlayError
 from rolloutfleet.plan.pairing import OTHER, peer_revisions, stuck
 from rolloutfleet.plan.revision import group_revision
@@ -45,8 +48,7 @@ class GroupView:
     pods: tuple[EnginePod, ...]
     engines: tuple[EngineView, ...]
     epochs: Epochs
-    measured: Mapping[str, Any]
-    """Fields of status that change because a checksum was measured."""
+    measured: tuple[MeasuredWeights, ...]
 
 
 @dataclass(frozen=True)
@@ -56,23 +58,26 @@ class GroupPlan:
     group: ServerGroup
     engines: tuple[EngineView, ...]
     last_epoch: int
-    measured: Mapping[str, Any]
+    measured: tuple[MeasuredWeights, ...]
     pod_actions: tuple[Action, ...]
     invalid: str = ""
     """Why no pod can be built from the spec."""
 
 
-def look_at(group: ServerGroup, fleet: Fleet, training: Training) -> GroupView:
+def look_at(group: ServerGroup, fleet: Fleet, training: Training, now: datetime) -> GroupView:
     revision = group_revision(group.spec)
-    pods = tuple(pod for pod in fleet.engine_pods if pod.group_uid == group.uid)
-    epochs = Epochs(group, pods)
+    made = tuple(pod for pod in fleet.engine_pods if pod.group_uid == group.uid)
+    epochs = Epochs(group, made)
+    if group.spec.external is not None:
+        records = external_records(group, fleet.probes, epochs, now)
+        pods = tuple(external_pod(group, r, fleet.probes.get(external_uid(r.url), NO_PROBE)) for r in records)
+    else:
+        wanted = engines_wanted(group, revision, training)
+        indexes = free_indexes(group.status.engines, wanted)
+        new = [EngineStatus(index=index, epoch=epochs.next(), revision=revision) for index in indexes]
+        records, pods = [*group.status.engines, *new], made
     measured = _measured(group, pods, fleet, revision, training)
-    expecting = group.model_copy(update={"status": group.status.model_copy(update=measured)})
-    records = list(group.status.engines)
-    records += [
-        EngineStatus(index=index, epoch=epochs.next(), revision=revision)
-        for index in free_indexes(records, engines_wanted(group, revision, training))
-    ]
+    expecting = group.model_copy(update={"status": group.status.model_copy(update={"measured": measured})})
     records.sort(key=lambda record: record.index)
     return GroupView(
         group=group,
@@ -85,21 +90,24 @@ def look_at(group: ServerGroup, fleet: Fleet, training: Training) -> GroupView:
 
 
 def plan_group(
-    seen: GroupView, peers: Sequence[EngineView], fleet: Fleet, training: Training, now: datetime
+    seen: GroupView,
+    peers: Sequence[EngineView],
+    fleet: Fleet,
+    training: Training,
+    defaults: Defaults,
+    now: datetime,
 ) -> GroupPlan:
     """`peers`: the engines of all groups, this one's among them."""
     group = seen.group
-    scaled_away = surplus(seen.engines, engines_wanted(group, seen.revision, training), training)
-    staying = [view for view in seen.engines if view.record.index not in scaled_away]
-    replaced = set() if training.held else outdated_to_replace(staying, group.spec.replicas, group.spec.rolling_update)
+    removed, replaced = _going(seen, training)
     engines: list[EngineView] = []
     for view in seen.engines:
-        view = _leaving(view, view.record.index in scaled_away | replaced, group, now)
-        if view.record.index in scaled_away and drained(view, now):
+        view = _leaving(view, view.record.index in removed | replaced, group, now)
+        if view.record.index in removed and drained(view, now):
             continue  # its record goes, and with it its pods
         engines.append(_next(view, seen, peers, training, now))
 
-    invalid, pod_actions = _pods(seen, engines, peer_revisions(group.spec.role, fleet.groups), now)
+    invalid, pod_actions = _pods(seen, engines, peer_revisions(group.spec.role, fleet.groups), defaults, now)
     engines = [_with_phase(view, fleet, training, now, invalid) for view in engines]
     return GroupPlan(
         group=group,
@@ -111,34 +119,35 @@ def plan_group(
     )
 
 
-class Epochs:
-    """Gives out epochs: above everything that status or any pod has ever used."""
-
-    def __init__(self, group: ServerGroup, pods: tuple[EnginePod, ...]) -> None:
-        used = [record.epoch for record in group.status.engines] + [pod.epoch for pod in pods]
-        self.last = max([group.status.last_epoch, *used])
-
-    def next(self) -> int:
-        self.last += 1
-        return self.last
+def _going(seen: GroupView, training: Training) -> tuple[set[int], set[int]]:
+    """(indexes that are not wanted any more, indexes to be made anew)."""
+    group = seen.group
+    if group.spec.external is not None:
+        urls = wanted_urls(group)
+        return {view.record.index for view in seen.engines if view.record.url not in urls}, set()
+    removed = surplus(seen.engines, engines_wanted(group, seen.revision, training), training)
+    if training.held:
+        return removed, set()
+    staying = [view for view in seen.engines if view.record.index not in removed]
+    return removed, outdated_to_replace(staying, group.spec.replicas, group.spec.rolling_update)
 
 
 def _measured(
     group: ServerGroup, pods: tuple[EnginePod, ...], fleet: Fleet, revision: str, training: Training
-) -> dict[str, Any]:
-    """Checksum of the fleet's version where the agent gave none: that of the first engine that loaded it."""
-    if expected_checksum(training, group, revision) or training.held:
-        return {}
+) -> tuple[MeasuredWeights, ...]:
+    """Checksums of the fleet's version where the agent gave none: that of a layout's first engine that loaded it."""
+    found = {entry.revision: entry for entry in group.status.measured if entry.version == training.version}
     for pod in sorted(pods, key=lambda pod: (pod.index, pod.epoch)):
+        if training.held or not (pod.external or pod.revision == revision) or not pod.revision:
+            continue
+        if pod.revision in found or expected_checksum(training, group, pod.revision):
+            continue
         probe = fleet.probes.get(pod.uid, NO_PROBE)
-        proved = bool(probe.checksum) and weights_of(pod, probe, "", training) is Weights.CURRENT
-        if proved and pod.alive and pod.revision == revision:
-            return {
-                "measured_version": training.version,
-                "measured_revision": revision,
-                "measured_checksum": probe.checksum,
-            }
-    return {}
+        if pod.alive and probe.checksum and weights_of(pod, probe, "", training) is Weights.CURRENT:
+            found[pod.revision] = MeasuredWeights(
+                revision=pod.revision, version=training.version, checksum=probe.checksum
+            )
+    return tuple(sorted(found.values(), key=lambda entry: entry.revision))
 
 
 def _look(
@@ -152,10 +161,13 @@ def _look(
     life = pods_of_life(record, pods)
     pod = life[0] if life and life[0].rank == 0 else None
     probe = fleet.probes.get(pod.uid, NO_PROBE) if pod else NO_PROBE
-    expected = expected_checksum(training, group, record.revision)
+    external = group.spec.external is not None
+    layout = pod.revision if external and pod is not None else record.revision
+    expected = expected_checksum(training, group, layout)
+    facts = probe.facts or record.facts
     return EngineView(
         group=group.name,
-        role=group.spec.role,
+        role=facts.role if external and facts is not None else group.spec.role,
         record=record,
         pods=life,
         probe=probe,
@@ -163,12 +175,22 @@ def _look(
         expected=expected,
         listed=bool(pod and pod.url) and listed_anywhere(pod.url if pod else "", fleet.router_pods),
         acknowledged=acknowledged_everywhere(pod.url if pod else "", fleet.router_pods),
-        outdated=record.revision != revision,
+        outdated=not external and record.revision != revision,
+        misfit=_misfit(group, record, probe, fleet),
     )
 
 
+def _misfit(group: ServerGroup, record: EngineStatus, probe: EngineProbe, fleet: Fleet) -> tuple[str, str]:
+    if group.spec.external is not None:
+        return misfit(group, record.url, probe, pairs=disaggregated(fleet.server, fleet.groups))
+    if probe.facts is not None and probe.facts.role != group.spec.role:
+        return "RoleMismatch", f"it was started as {probe.facts.role}, the group's role is {group.spec.role}"
+    return "", ""
+
+
 def _leaving(view: EngineView, leaving: bool, group: ServerGroup, now: datetime) -> EngineView:
-    until = drain_until(view, group.spec.drain_timeout_seconds, now) if leaving and view.answering else ""
+    ours = group.spec.external is None
+    until = drain_until(view, group.spec.drain_timeout_seconds, now) if leaving and view.answering and ours else ""
     return replace(view, leaving=leaving, record=view.record.model_copy(update={"drain_until": until}))
 
 
@@ -176,8 +198,11 @@ def _next(
     view: EngineView, seen: GroupView, peers: Sequence[EngineView], training: Training, now: datetime
 ) -> EngineView:
     """The engine with the life that it should have: this one, or a new one."""
+    if seen.group.spec.external is not None:
+        return _external_next(view)
     record, recovery = view.record, seen.group.spec.recovery
-    failure = ended(record, view.pods, recovery, now, view.probe.answering) or stuck(view, peers)
+    answering = view.probe.answering or view.role == "Placeholder"  # that one answers nobody
+    failure = ended(record, view.pods, recovery, now, answering) or stuck(view, peers)
     if view.pod is not None and view.pod.name in training.ambiguous_pods:
         text = "the trainer died while it released or resumed this engine's memory"
         failure = failure or Failure(reason="MemoryUnknown", message=text, pod=view.pod.name)
@@ -206,6 +231,13 @@ def _next(
     return replace(view, record=record)
 
 
+def _external_next(view: EngineView) -> EngineView:
+    update: dict[str, Any] = {"pod": view.pod.name if view.pod is not None else ""}
+    if view.answering and view.probe.facts is not None and view.pod is not None:
+        update |= {"pod_uid": UP, "revision": view.pod.revision, "facts": view.probe.facts}
+    return replace(view, record=view.record.model_copy(update=update))
+
+
 def _reborn(view: EngineView, record: EngineStatus) -> EngineView:
     return replace(
         view,
@@ -222,7 +254,11 @@ def _reborn(view: EngineView, record: EngineStatus) -> EngineView:
     )
 
 
-def _pods(seen: GroupView, engines: list[EngineView], peers: frozenset[str], now: datetime) -> tuple[str, list[Action]]:
+def _pods(
+    seen: GroupView, engines: list[EngineView], peers: frozenset[str], defaults: Defaults, now: datetime
+) -> tuple[str, list[Action]]:
+    if seen.group.spec.external is not None:
+        return "", []
     actions: list[Action] = []
     keep = {pod.uid for view in engines for pod in view.pods}
     resting = {view.record.index for view in engines if waiting_for_retry(view.record, now)}
@@ -238,10 +274,15 @@ def _pods(seen: GroupView, engines: list[EngineView], peers: frozenset[str], now
     for view in engines:
         if view.record.index in resting or view.record.pod_uid or view.outdated:
             continue
-        for rank in sorted(set(range(seen.group.spec.engine.nodes)) - {pod.rank for pod in view.pods}):
+        for rank in sorted(set(range(seen.group.spec.own_engine.nodes)) - {pod.rank for pod in view.pods}):
             try:
                 manifest = engine_pod(
-                    seen.group, index=view.record.index, epoch=view.record.epoch, rank=rank, peers=peers
+                    seen.group,
+                    index=view.record.index,
+                    epoch=view.record.epoch,
+                    rank=rank,
+                    peers=peers,
+                    defaults=defaults,
                 )
             except OverlayError as error:
                 return str(error), actions

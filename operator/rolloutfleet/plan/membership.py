@@ -33,6 +33,8 @@ def membership_of(engines: Iterable[EngineView], training: Training) -> Membersh
         pod = engine.pod
         if pod is None or not pod.alive or not pod.url or engine.leaving or engine.aside or not engine.fits:
             continue
+        if pod.external and not engine.answering:
+            continue  # no pod's event will say that it has ended
         if training.held or pod.name in training.memory_held:
             tolerated.add(pod.url)
         elif engine.weights is Weights.CURRENT and engine.pairing is not Pairing.PROVED:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rolloutfleet.api.common import ExternalSpec, Role
 from rolloutfleet.api.names import (
     ANNOTATION_REVISION,
     API_VERSION,
     COMPONENT_ROUTER,
+    EXTERNAL_GROUP,
     GATE_ROUTABLE,
     GROUP,
     LABEL_COMPONENT,
@@ -28,10 +30,10 @@ from rolloutfleet.api.names import (
 )
 from rolloutfleet.api.rollout_server import GroupSpec, RolloutServer
 from rolloutfleet.api.schema import Resource
-from rolloutfleet.api.server_group import ServerGroupSpec
+from rolloutfleet.api.server_group import ServerGroup, ServerGroupSpec
 from rolloutfleet.plan.actions import Action, Apply, DeleteObject
 from rolloutfleet.plan.engine_args import router_arguments
-from rolloutfleet.plan.observed import Fleet
+from rolloutfleet.plan.observed import Fleet, canonical_url
 from rolloutfleet.plan.revision import digest
 
 
@@ -40,7 +42,11 @@ class Defaults:
     """What the installation of the operator decides."""
 
     router_image: str
+    placeholder_image: str
+    """Of a program that sleeps."""
     image_pull_policy: str = "IfNotPresent"
+    bind_address: str = "0.0.0.0"
+    """Where engines and routers listen; `::` in a cluster whose pods have IPv6 addresses."""
 
 
 CHILD_KINDS = ("ServerGroup", "Deployment", "Service", "Role", "RoleBinding", "Lease")
@@ -48,7 +54,8 @@ CHILD_KINDS = ("ServerGroup", "Deployment", "Service", "Role", "RoleBinding", "L
 
 def child_actions(fleet: Fleet, defaults: Defaults, applied_generations: Mapping[str, int]) -> list[Action]:
     """Apply what differs from what is wanted, delete what is not wanted any more."""
-    wanted = {_key(manifest): manifest for manifest in wanted_children(fleet.server, defaults)}
+    pairs = disaggregated(fleet.server, fleet.groups)
+    wanted = {_key(manifest): manifest for manifest in wanted_children(fleet.server, defaults, pairs=pairs)}
     actions: list[Action] = [
         Apply(manifest)
         for key, manifest in wanted.items()
@@ -62,10 +69,13 @@ def child_actions(fleet: Fleet, defaults: Defaults, applied_generations: Mapping
     return actions
 
 
-def wanted_children(server: RolloutServer, defaults: Defaults) -> list[dict[str, Any]]:
+def wanted_children(server: RolloutServer, defaults: Defaults, *, pairs: bool) -> list[dict[str, Any]]:
     children = [_server_group(server, group) for group in server.spec.groups]
+    if server.spec.external is not None:
+        children.append(_external_group(server, server.spec.external))
     children += [_ranks_service(server, group) for group in server.spec.groups if group.engine.nodes > 1]
-    children += [_router_service(server), _router_deployment(server, defaults), _lease(server), _role(server)]
+    children += [_router_service(server), _router_deployment(server, defaults, pairs=pairs)]
+    children += [_lease(server), _role(server)]
     if server.spec.trainers.service_accounts:
         children.append(_role_binding(server))
     return [_stamped(child) for child in children]
@@ -146,10 +156,27 @@ def _server_group(server: RolloutServer, group: GroupSpec) -> dict[str, Any]:
         del spec["replicas"]
     else:
         spec["replicas"] = group.replicas
+    return _group_object(server, group.name, spec)
+
+
+def _external_group(server: RolloutServer, external: ExternalSpec) -> dict[str, Any]:
+    spec = ServerGroupSpec(
+        server=server.name,
+        role="External",
+        replicas=len({canonical_url(engine.url) for engine in external.engines}),
+        model=server.spec.model,
+        update_weights=server.spec.update_weights,
+        external=external,
+        weights=server.spec.weights,
+    )
+    return _group_object(server, EXTERNAL_GROUP, spec.dump())
+
+
+def _group_object(server: RolloutServer, name: str, spec: dict[str, Any]) -> dict[str, Any]:
     return {
         "apiVersion": API_VERSION,
         "kind": "ServerGroup",
-        "metadata": _metadata(server, server_group_name(server.name, group.name)),
+        "metadata": _metadata(server, server_group_name(server.name, name)),
         "spec": spec,
     }
 
@@ -170,9 +197,16 @@ def _ranks_service(server: RolloutServer, group: GroupSpec) -> dict[str, Any]:
     }
 
 
-def disaggregated(server: RolloutServer) -> bool:
-    """Prefill and decode run in engines of their own, and the router pairs them."""
-    return any(group.role in ("Prefill", "Decode") for group in server.spec.groups)
+def disaggregated(server: RolloutServer, groups: Iterable[ServerGroup]) -> bool:
+    """Prefill and decode run in engines of their own, and the router pairs them.
+
+    The groups of the spec decide; where there are none, what the external engines have said of themselves.
+    """
+    roles: set[Role] = {group.role for group in server.spec.groups if group.role != "Placeholder"}
+    if not roles:
+        facts = [engine.facts for group in groups if group.spec.external for engine in group.status.engines]
+        roles = {fact.role for fact in facts if fact is not None}
+    return bool(roles & {"Prefill", "Decode"})
 
 
 def _router_labels(server: RolloutServer) -> dict[str, str]:
@@ -191,14 +225,14 @@ def _router_service(server: RolloutServer) -> dict[str, Any]:
     }
 
 
-def _router_deployment(server: RolloutServer, defaults: Defaults) -> dict[str, Any]:
+def _router_deployment(server: RolloutServer, defaults: Defaults, *, pairs: bool) -> dict[str, Any]:
     router = server.spec.router
     probe = {"path": "/liveness", "port": "http"}
     container = {
         "name": ROUTER_CONTAINER,
         "image": router.image or defaults.router_image,
         "imagePullPolicy": defaults.image_pull_policy,
-        "args": router_arguments(router, disaggregated=disaggregated(server)),
+        "args": router_arguments(router, disaggregated=pairs, bind=defaults.bind_address),
         "ports": [
             {"name": "http", "containerPort": ROUTER_PORT, "protocol": "TCP"},
             {"name": "metrics", "containerPort": ROUTER_METRICS_PORT, "protocol": "TCP"},
@@ -254,7 +288,6 @@ def _lease(server: RolloutServer) -> dict[str, Any]:
 
 
 def _role(server: RolloutServer) -> dict[str, Any]:
-    groups = sorted(server_group_name(server.name, group.name) for group in server.spec.groups)
     return {
         "apiVersion": "rbac.authorization.k8s.io/v1",
         "kind": "Role",
@@ -269,7 +302,7 @@ def _role(server: RolloutServer) -> dict[str, Any]:
             {
                 "apiGroups": [GROUP],
                 "resources": ["servergroups"],
-                "resourceNames": groups,
+                "resourceNames": sorted(server.server_groups),
                 "verbs": ["get", "list", "watch"],
             },
             {

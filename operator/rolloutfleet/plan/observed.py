@@ -55,6 +55,8 @@ class EnginePod:
     trouble: Trouble | None
     gate: bool | None
     """The Routable condition as it stands; None if never set."""
+    external: bool = False
+    """Stands for an engine that somebody else runs: there is no pod."""
 
     @property
     def ended(self) -> bool:
@@ -75,6 +77,10 @@ class EngineProbe:
     """GET /ready was 503 although /ping was 200: generation is paused."""
     label: str = ""
     """weight_version of /model_info: a label, not a proof."""
+    model_path: str = ""
+    """model_path of /model_info: where the weights were last loaded from."""
+    misses: int = field(default=0, compare=False)
+    """Looks in a row without an answer, while `answering` still says that there was one."""
     checksum: str = ""
     """per_engine_checksum of /weights_checker; empty when not read, or when the label changed since."""
     read_under: str = ""
@@ -210,6 +216,23 @@ def pod_url(address: str, port: int) -> str:
         return ""
     host = f"[{address.lower()}]" if ":" in address else address
     return f"http://{host}:{port}"
+
+
+def canonical_url(url: str) -> str:
+    """The same spelling for a URL that a user wrote."""
+    return url.rstrip("/").lower()
+
+
+_EXTERNAL = "external:"
+
+
+def external_uid(url: str) -> str:
+    """Key of an external engine where pods have their UID."""
+    return f"{_EXTERNAL}{url}"
+
+
+def is_external(uid: str) -> bool:
+    return uid.startswith(_EXTERNAL)
 
 
 def parse_time(text: str) -> datetime | None:

@@ -54,8 +54,11 @@ def group_status(plan: GroupPlan, training: Training, now: datetime) -> ServerGr
     group, engines = plan.group, plan.engines
     desired = group.spec.replicas
     serving = sum(routable(view, training) for view in engines)
+    reserved = sum(view.record.phase is EnginePhase.RESERVED for view in engines)
     problem = worst(engines)
-    if plan.invalid:
+    if not plan.invalid and group.spec.role == "Placeholder" and reserved >= desired:
+        ready = _condition("Ready", "True", "Reserved", f"{reserved}/{desired} placeholders hold their GPUs")
+    elif plan.invalid:
         ready = _condition("Ready", "False", "InvalidTemplate", plan.invalid)
     elif serving >= desired:
         ready = _condition("Ready", "True", SERVING, f"{serving}/{desired} engines routable")
@@ -64,15 +67,16 @@ def group_status(plan: GroupPlan, training: Training, now: datetime) -> ServerGr
     computed = {
         "observed_generation": group.generation,
         "replicas": sum(view.pod is not None for view in engines),
-        "ready": sum(view.answering for view in engines),
+        "ready": sum(view.answering for view in engines) + reserved,
         "routable": serving,
         "selector": f"{LABEL_GROUP}={group.name}",
         "weight_version": training.version if serving else None,
         "last_epoch": plan.last_epoch,
+        "measured": plan.measured,
         "conditions": _stamp([ready], group.status.conditions, group.generation, now),
         "engines": tuple(view.record for view in engines),
     }
-    return group.status.model_copy(update={**computed, **plan.measured})
+    return group.status.model_copy(update=computed)
 
 
 def server_status(
@@ -84,6 +88,8 @@ def server_status(
 ) -> RolloutServerStatus:
     """All of the status but `training`, which is the agent's."""
     server = fleet.server
+    everything = plans
+    plans = [(plan, status) for plan, status in plans if plan.group.spec.role != "Placeholder"]
     complete = sum(bool(router.gate) and table_complete(router, membership) for router in fleet.router_pods)
     engines = [view for plan, _ in plans for view in plan.engines]
     desired = sum(plan.group.spec.replicas for plan, _ in plans)
@@ -114,7 +120,7 @@ def server_status(
                 ready=status.ready,
                 routable=status.routable,
             )
-            for plan, status in plans
+            for plan, status in everything
         ),
         engines=counts,
         weights=WeightsStatus(version=training.version, path=training.path),
@@ -131,7 +137,7 @@ def _ready(
     """True while requests are answered with the right weights, even if some engines are missing."""
     engines = [(plan.group.name, view) for plan, _ in plans for view in plan.engines]
     silent = _silent(plans)
-    if not plans:
+    if not fleet.groups:
         return _condition("Ready", "False", "Reconciling", "server groups are being created")
     invalid = next((plan.invalid for plan, _ in plans if plan.invalid), "")
     if invalid:
@@ -207,12 +213,13 @@ _SEVERITY = {
     EnginePhase.DRAINING: 4,
     EnginePhase.HELD: 5,
     EnginePhase.SERVING: 6,
+    EnginePhase.RESERVED: 6,
 }
 
 
 def worst(engines: Iterable[EngineView]) -> EngineView | None:
     """The engine whose reason explains best why the group does not serve in full."""
-    ill = [view for view in engines if view.record.phase is not EnginePhase.SERVING]
+    ill = [view for view in engines if view.record.phase not in (EnginePhase.SERVING, EnginePhase.RESERVED)]
     return min(
         ill, key=lambda view: (not _is_news(view.record), _SEVERITY[view.record.phase], view.record.index), default=None
     )
@@ -227,7 +234,12 @@ def _explain(group: str, view: EngineView | None, serving: int, desired: int) ->
 
 
 def _is_news(record: EngineStatus) -> bool:
-    quiet = record.phase in (EnginePhase.SERVING, EnginePhase.HELD, EnginePhase.DRAINING)
+    quiet = record.phase in (
+        EnginePhase.SERVING,
+        EnginePhase.HELD,
+        EnginePhase.DRAINING,
+        EnginePhase.RESERVED,
+    )
     return not quiet and bool(record.reason) and record.reason not in WAITING_REASONS
 
 

@@ -71,7 +71,5 @@ def training_of(fleet: Fleet, now: datetime) -> Training:
 def expected_checksum(training: Training, group: ServerGroup, revision: str) -> str:
     """Checksum that an engine of this group must have; empty while nobody has measured it."""
     known = training.checksums.get((group.name, revision), "")
-    status = group.status
-    if not known and (status.measured_version, status.measured_revision) == (training.version, revision):
-        return status.measured_checksum
-    return known
+    measured = {entry.revision: entry for entry in group.status.measured if entry.version == training.version}
+    return known or (measured[revision].checksum if revision in measured else "")

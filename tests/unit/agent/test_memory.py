@@ -208,6 +208,29 @@ def test_a_group_without_the_memory_saver_is_refused_by_name(tmp_path: Path) -> 
     play(tmp_path, story, engines=2)
 
 
+def test_an_external_engine_without_the_memory_saver_is_refused_by_its_address(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        facts = {"role": "Regular", "tensorParallel": 1, "pipelineParallel": 1}
+        world.change_engine(0, facts={**facts, "memorySaver": True})
+        world.change_engine(1, facts={**facts, "memorySaver": False})
+        error = await refused(world.memory.offload(of()))
+        assert (error.code, error.status) == ("OffloadNotEnabled", 409)
+        assert world.engines[1].stand_in.url in error.message
+        assert world.untouched
+
+    play(tmp_path, story, engines=2)
+
+
+def test_a_placeholder_has_no_memory_to_release_and_refuses_nothing(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        main = {"name": "main", "engine": {"image": "engine:1"}, "offload": True}
+        world.change_server(groups=[main, {"name": "held", "role": "Placeholder", "engine": {}}])
+        result = await world.memory.offload(of())
+        assert len(result.engines) == 2
+
+    play(tmp_path, story, engines=2)
+
+
 def test_an_agent_that_does_not_lead_touches_nothing(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         world.lose_the_lease()

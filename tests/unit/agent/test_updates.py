@@ -352,3 +352,23 @@ def test_a_second_update_is_refused_while_one_runs_and_finish_waits_for_it(tmp_p
         assert [engine.asked.count("pause_generation") for engine in world.engines] == [1, 1, 1]
 
     play(tmp_path, story)
+
+
+def test_prefill_engines_go_on_before_decode_engines(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        order: list[str] = []
+
+        def note(role: str) -> Callable[[], Awaitable[None]]:
+            async def append() -> None:
+                order.append(role)
+
+            return append
+
+        for index, role in enumerate(("Decode", "Prefill", "Decode", "Prefill")):
+            facts = {"role": role, "tensorParallel": 1, "pipelineParallel": 1, "memorySaver": False}
+            world.change_engine(index, facts=facts)
+            world.engines[index].before["continue_generation"] = note(role)
+        await world.updater.update(wanted(world))
+        assert order == ["Prefill", "Prefill", "Decode", "Decode"]
+
+    play(tmp_path, story, engines=4)

@@ -263,9 +263,7 @@ def server_group(engines: list[Engine]) -> Object:
         "spec": {"server": "qwen", "model": {"path": "/m"}, "engine": {"image": "engine:1"}, "offload": True},
         "status": {
             "routable": len(engines),
-            "measuredVersion": 0,
-            "measuredRevision": "r1",
-            "measuredChecksum": "sum-of-m0",
+            "measured": [{"revision": "r1", "version": 0, "checksum": "sum-of-m0"}],
             "engines": [
                 {
                     "index": index,

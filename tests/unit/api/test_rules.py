@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from rolloutfleet.api.common import OWNED_ENGINE_ARGS, OWNED_ENGINE_ENV, OWNED_ROUTER_ARGS
 from rolloutfleet.api.crdgen import RESOURCES, structural_schema
-from rolloutfleet.api.names import DERIVED_NAME_BUDGET
+from rolloutfleet.api.names import DERIVED_NAME_BUDGET, EXTERNAL_GROUP
 from rolloutfleet.api.schema import VALIDATIONS
 
 NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -62,7 +62,7 @@ object_names = st.text("ab1-.", min_size=1, max_size=6) | st.text("ab", min_size
 servers = st.fixed_dictionaries(
     {
         "metadata": st.fixed_dictionaries({"name": object_names}),
-        "spec": st.fixed_dictionaries({"groups": groups}),
+        "spec": st.fixed_dictionaries({"groups": groups}, optional={"external": st.just({"engines": []})}),
     }
 )
 
@@ -77,6 +77,34 @@ role_groups = st.fixed_dictionaries(
         )
     }
 )
+
+
+whole_groups = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(("Regular", "Placeholder")),
+        "offload": st.booleans(),
+        "engine": st.fixed_dictionaries(
+            {"args": st.dictionaries(st.just("device"), st.just("cpu"))}, optional={"image": st.just("i")}
+        ),
+    }
+)
+with_external: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
+    {"groups": st.lists(st.fixed_dictionaries({"name": st.sampled_from(("a", EXTERNAL_GROUP))}), max_size=2)},
+    optional={"external": st.just({"engines": []})},
+)
+
+
+def placeholder_is_plain(group: dict[str, Any]) -> bool:
+    return group["role"] != "Placeholder" or not (group["offload"] or group["engine"]["args"])
+
+
+def external_name_is_free(spec: dict[str, Any]) -> bool:
+    return "external" not in spec or all(group["name"] != EXTERNAL_GROUP for group in spec["groups"])
+
+
+def external_names_fit(server: dict[str, Any]) -> bool:
+    fits = len(f"{server['metadata']['name']}-{EXTERNAL_GROUP}") <= DERIVED_NAME_BUDGET
+    return "external" not in server["spec"] or fits
 
 
 def roles(spec: dict[str, Any]) -> set[str]:
@@ -120,6 +148,13 @@ TWINS = (
     ),
     Twin("engine.env: names", variables, lambda env: all(VARIABLE.fullmatch(name) for name in env)),
     Twin("engine.env: set by the operator", variables, lambda env: not set(OWNED_ENGINE_ENV) & set(env)),
+    Twin("engine.image: required", whole_groups, lambda g: "image" in g["engine"] or g["role"] == "Placeholder"),
+    Twin("role Placeholder: runs no engine", whole_groups, placeholder_is_plain),
+    Twin(
+        "groups: at least one group is needed", with_external, lambda spec: bool(spec["groups"]) or "external" in spec
+    ),
+    Twin("groups: the name external", with_external, external_name_is_free),
+    Twin("metadata.name: with spec.external", servers, external_names_fit),
     Twin("rollingUpdate", rolling, lambda update: update["maxUnavailable"] + update["maxSurge"] >= 1),
     Twin("groups: role Prefill needs", role_groups, lambda spec: len({"Prefill", "Decode"} & roles(spec)) != 1),
     Twin("groups: role Regular beside", role_groups, lambda spec: not {"Prefill", "Regular"} <= roles(spec)),

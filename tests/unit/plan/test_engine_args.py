@@ -46,7 +46,7 @@ ARGV = [
 def test_arguments_reach_the_process_byte_for_byte(args: dict[str, str], argv: list[str]) -> None:
     spec = {"server": "qwen", "model": {"path": "/m"}, "engine": {"image": "i", "args": args}}
     group = ServerGroup.model_validate({"metadata": {"name": "qwen-main", "namespace": "rl"}, "spec": spec})
-    received = [kubelet_expands(word) for word in engine_arguments(group, index=0, epoch=1, rank=0)]
+    received = [kubelet_expands(word) for word in engine_arguments(group, index=0, epoch=1, rank=0, bind="0.0.0.0")]
     assert received[-len(argv) :] == argv
 
 

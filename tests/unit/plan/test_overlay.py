@@ -10,6 +10,7 @@ from rolloutfleet.api.server_group import ServerGroup
 from rolloutfleet.plan.engine_pod import engine_pod
 from rolloutfleet.plan.overlay import OverlayError, merge
 from rolloutfleet.plan.revision import group_revision
+from unit.plan.world import DEFAULTS
 
 OVERLAY: dict[str, Any] = {
     "metadata": {"annotations": {"sidecar.istio.io/inject": "false"}, "labels": {"team": "rl"}},
@@ -47,7 +48,7 @@ def group(template: dict[str, Any] | None) -> ServerGroup:
 
 
 def test_lists_merge_by_their_keys_and_other_lists_are_replaced() -> None:
-    pod = engine_pod(group(OVERLAY), index=0, epoch=3)
+    pod = engine_pod(group(OVERLAY), index=0, epoch=3, defaults=DEFAULTS)
     engine, proxy = pod["spec"]["containers"]
     env = {variable["name"]: variable for variable in engine["env"]}
     assert env["NCCL_CUMEM_ENABLE"]["value"] == "1"
@@ -64,7 +65,12 @@ def test_lists_merge_by_their_keys_and_other_lists_are_replaced() -> None:
 
 
 def test_null_removes_a_field() -> None:
-    pod = engine_pod(group({"spec": {"containers": [{"name": "engine", "readinessProbe": None}]}}), index=0, epoch=1)
+    pod = engine_pod(
+        group({"spec": {"containers": [{"name": "engine", "readinessProbe": None}]}}),
+        index=0,
+        epoch=1,
+        defaults=DEFAULTS,
+    )
     assert "readinessProbe" not in pod["spec"]["containers"][0]
 
 
@@ -87,7 +93,7 @@ def test_null_removes_a_field() -> None:
 )
 def test_what_cannot_be_applied_is_refused_by_its_field(template: dict[str, Any], field: str) -> None:
     with pytest.raises(OverlayError) as refusal:
-        engine_pod(group(template), index=0, epoch=1)
+        engine_pod(group(template), index=0, epoch=1, defaults=DEFAULTS)
     assert str(refusal.value).startswith(field)
 
 

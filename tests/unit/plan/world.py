@@ -10,11 +10,12 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from rolloutfleet.api.common import EngineFacts
+from rolloutfleet.api.common import EngineFacts, Role
 from rolloutfleet.api.rollout_server import RolloutServer
 from rolloutfleet.api.server_group import ServerGroup
 from rolloutfleet.plan.actions import (
     Action,
+    Adopt,
     Apply,
     ApplyStatus,
     CatchUp,
@@ -33,11 +34,20 @@ from rolloutfleet.plan.actions import (
 )
 from rolloutfleet.plan.fleet import plan_fleet
 from rolloutfleet.plan.objects import Defaults
-from rolloutfleet.plan.observed import EngineProbe, Fleet, LeaseView, Worker, engine_pod, router_pod
+from rolloutfleet.plan.observed import (
+    EngineProbe,
+    Fleet,
+    LeaseView,
+    Worker,
+    engine_pod,
+    external_uid,
+    is_external,
+    router_pod,
+)
 from rolloutfleet.plan.revision import group_revision
 from rolloutfleet.plan.training import training_of
 
-DEFAULTS = Defaults(router_image="router:1")
+DEFAULTS = Defaults(router_image="router:1", placeholder_image="pause:1")
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
@@ -85,6 +95,8 @@ class World:
         self.aborted: set[str] = set()
         self.drained: dict[str, str] = {}
         self.checkpoints = {"/models/m0": "sum-0"}
+        self.outside: dict[str, tuple[EngineFacts, str]] = {}
+        """What engines that somebody else runs were started as, and with which model, by UID."""
 
     # What the plan sees
 
@@ -111,10 +123,16 @@ class World:
             groups=tuple(ServerGroup.model_validate(group) for group in groups),
             engine_pods=tuple(engine_pod(pod) for pod in self.pods.values()),
             router_pods=routers,
-            probes={uid: self._probe(uid) for uid in (pod["metadata"]["uid"] for pod in self.pods.values())},
+            probes={
+                uid: self._probe(uid)
+                for uid in [pod["metadata"]["uid"] for pod in self.pods.values()] + [*self.outside]
+            },
             lease=self.lease,
             children=self.children,
         )
+
+    def _engines(self) -> list[str]:
+        return [pod["metadata"]["uid"] for pod in self.pods.values()] + [*self.outside]
 
     def _probe(self, uid: str) -> EngineProbe:
         if uid not in self.weights:
@@ -125,7 +143,8 @@ class World:
         pairs = self.pairs.get(uid, EngineProbe(answering=True))
         return EngineProbe(
             answering=True,
-            facts=self._facts(uid),
+            facts=self.outside[uid][0] if uid in self.outside else self._facts(uid),
+            model_path=self.outside[uid][1] if uid in self.outside else "/models/m0",
             paired_with=pairs.paired_with,
             pair_failures=pairs.pair_failures,
             pair_error=pairs.pair_error,
@@ -189,6 +208,8 @@ class World:
             case Verify(pod_uid=uid, training_key=key):
                 if uid in self.weights:
                     self.proofs[uid] = (*self.weights[uid], key)
+            case Adopt(pod_uid=uid, version=version):
+                self.weights[uid] = (str(version), self.weights[uid][1])
             case CatchUp(pod_uid=uid, path=path, version=version, training_key=key):
                 if uid in self.weights:
                     assert all(self.url(uid) not in table for table in self.tables.values()), "loaded while routed"
@@ -222,8 +243,7 @@ class World:
         """The product's first promise: an engine enters a table only with the committed weights."""
         training = training_of(self.fleet(), self.now)
         assert not training.held, "registered while the trainer holds the fleet"
-        for pod in self.pods.values():
-            uid = pod["metadata"]["uid"]
+        for uid in self._engines():
             if self.url(uid) == url:
                 label, checksum = self.weights[uid]
                 assert label == str(training.version), f"{url} serves {label}, the fleet has {training.version}"
@@ -299,6 +319,8 @@ class World:
                 status["containerStatuses"] = [
                     {"name": "engine", "state": {"running": {"startedAt": _stamp(self.now)}}}
                 ]
+                if pod["metadata"]["labels"]["rolloutfleet.dev/role"] == "Placeholder":
+                    continue
                 for uid in self._ready_leaders(pod):
                     self.weights[uid] = ("0", self.checkpoints["/models/m0"])
 
@@ -323,7 +345,21 @@ class World:
             {"name": "engine", "state": {"terminated": {"exitCode": 137, "message": message}}}
         ]
 
+    def start_outside(self, url: str, *, role: Role = "Regular", model: str = "/models/m0", **facts: Any) -> None:
+        """Somebody starts an engine of their own."""
+        shape = {"tensor_parallel": 1, "pipeline_parallel": 1, "memory_saver": False, **facts}
+        known = EngineFacts.model_validate({"role": role, **shape})
+        self.outside[external_uid(url)] = (known, model)
+        self.weights[external_uid(url)] = ("default", self.checkpoints.get(model, "sum-other"))
+
+    def stop_outside(self, url: str) -> None:
+        self.weights.pop(external_uid(url), None)
+        self.proofs.pop(external_uid(url), None)
+        self.loaded.pop(external_uid(url), None)
+
     def url(self, uid: str) -> str:
+        if is_external(uid):
+            return uid.removeprefix("external:")
         for pod in self.pods.values():
             if pod["metadata"]["uid"] == uid and pod["status"].get("podIP"):
                 return f"http://{pod['status']['podIP']}:30000"
