@@ -22,6 +22,8 @@ from rolloutfleet.kube.events import event_manifest
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
+APART = ("Encoder", "Placeholder")
+"""Roles of groups that no request is sent to and no weights are."""
 
 
 class Fleet:
@@ -142,9 +144,14 @@ class Fleet:
     def engines(self) -> list[tuple[ServerGroup, EngineStatus]]:
         return [(group, engine) for group in self.groups for engine in group.status.engines]
 
+    def trained_engines(self) -> list[tuple[ServerGroup, EngineStatus]]:
+        """Those that have the weights that a trainer updates: encoders hold the vision tower alone."""
+        return [(group, engine) for group, engine in self.engines() if group.spec.role not in APART]
+
     @property
     def routable(self) -> int:
-        return sum(group.status.routable for group in self.groups)
+        """Engines that routers send requests to."""
+        return sum(group.status.routable for group in self.groups if group.spec.role not in APART)
 
     def view(self, *, leading: bool, holder: str, fence: int) -> FleetView:
         server = self.server
@@ -160,7 +167,7 @@ class Fleet:
             ready=ready is not None and ready.status == "True",
             router_url=server.status.router.url if server.status.router else "",
             weight_version=self.committed_version,
-            desired=sum(group.spec.replicas for group in self.groups),
+            desired=sum(group.spec.replicas for group in self.groups if group.spec.role not in APART),
             routable=self.routable,
             leading=leading,
             holder=holder,

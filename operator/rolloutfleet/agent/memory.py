@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from rolloutfleet.agent.errors import conflict, unavailable
 from rolloutfleet.agent.leadership import Leadership
-from rolloutfleet.agent.membership import Fleet
+from rolloutfleet.agent.membership import APART, Fleet
 from rolloutfleet.api.agent import MemoryRequest, MemoryResult, MemoryTag
 from rolloutfleet.api.common import EnginePhase
 from rolloutfleet.api.rollout_server import TrainingMemory, TrainingWeights, WeightsPhase
@@ -99,9 +99,9 @@ class Memory:
     def _refuse_without_saver(self) -> None:
         """SGLang without its memory saver would answer and release nothing."""
         for group in self._fleet.connected().spec.groups:
-            if group.role != "Placeholder" and not group.offload:
+            if group.role not in APART and not group.offload:
                 raise conflict("OffloadNotEnabled", f"spec.groups[{group.name}].offload is false; set it")
-        for _, engine in self._fleet.engines():
+        for _, engine in self._fleet.trained_engines():
             if engine.facts is not None and not engine.facts.memory_saver:
                 raise conflict(
                     "OffloadNotEnabled",
@@ -118,12 +118,12 @@ class Memory:
 
     def _engines(self, memory: TrainingMemory) -> list[EngineStatus]:
         held = set(memory.engines)
-        return [engine for _, engine in self._fleet.engines() if engine.pod in held and engine.url]
+        return [engine for _, engine in self._fleet.trained_engines() if engine.pod in held and engine.url]
 
     def _serving(self) -> list[EngineStatus]:
         found = [
             engine
-            for _, engine in self._fleet.engines()
+            for _, engine in self._fleet.trained_engines()
             if engine.phase in (EnginePhase.SERVING, EnginePhase.HELD) and engine.url
         ]
         if not found:
@@ -153,7 +153,9 @@ class Memory:
     def _expected_checksums(self) -> dict[str, str]:
         """By URL of the engine."""
         known = {(entry.group, entry.revision): entry.checksum for entry in self._fleet.committed_checksums()}
-        return {engine.url: known.get((group.name, engine.revision), "") for group, engine in self._fleet.engines()}
+        return {
+            engine.url: known.get((group.name, engine.revision), "") for group, engine in self._fleet.trained_engines()
+        }
 
     async def _write(
         self,

@@ -196,7 +196,7 @@ class Updater:
                 revision=engine.revision,
                 role=engine.facts.role if engine.facts is not None else group.spec.role,
             )
-            for group, engine in self._fleet.engines()
+            for group, engine in self._fleet.trained_engines()
             if engine.url and (engine.phase is EnginePhase.SERVING or engine.pod in held)
         ]
         if not found:

@@ -9,8 +9,9 @@ from pydantic import Field
 
 from rolloutfleet.api.schema import ListMap, Model, Opaque, Rule
 
-Role = Literal["Regular", "Prefill", "Decode", "Placeholder", "External"]
+Role = Literal["Regular", "Prefill", "Decode", "Encoder", "Placeholder", "External"]
 """What a group is for. Regular: engines that do everything. Prefill, Decode: one half each of disaggregated serving.
+Encoder: images to embeddings, for the other groups' engines, which then hold the language model alone.
 Placeholder: no engines, only their GPUs. External: engines that somebody else runs, each in its own role."""
 
 OWNED_ENGINE_ARGS = (

@@ -16,6 +16,7 @@ AGENT_MANAGER = "rolloutfleet-agent"
 LABEL_SERVER = f"{GROUP}/server"
 LABEL_COMPONENT = f"{GROUP}/component"
 LABEL_GROUP = f"{GROUP}/group"
+LABEL_LANGUAGE_ONLY = f"{GROUP}/language-only"
 LABEL_ROLE = f"{GROUP}/role"
 LABEL_GROUP_UID = f"{GROUP}/group-uid"
 LABEL_ENGINE_INDEX = f"{GROUP}/engine-index"
@@ -41,6 +42,8 @@ ENGINE_CONTAINER = "engine"
 ENGINE_PORT = 30000
 BOOTSTRAP_PORT = 8998
 """Where a prefill engine tells decode engines how to reach its ranks."""
+ENCODER_TABLE_PORT = 8997
+"""Where a language-only engine keeps its table of encoders."""
 RENDEZVOUS_PORT = 20000
 """Where rank 0 of an engine of several pods waits for the others; the next few ports are SGLang's as well."""
 ROUTER_CONTAINER = "router"

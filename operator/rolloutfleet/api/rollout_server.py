@@ -43,10 +43,15 @@ class GroupSpec(Model):
             "self.role != 'Placeholder' || (!self.offload && self.engine.args.size() == 0)",
             "role Placeholder: runs no engine, so offload and engine.args mean nothing; remove them",
         ),
+        Rule(
+            "self.role != 'Encoder' || (!self.offload && self.engine.nodes == 1)",
+            "role Encoder: SGLang's encoders run in one pod and cannot release their memory; "
+            "engine.nodes must be 1 and offload false",
+        ),
     )
 
     name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$", max_length=40)]
-    role: Literal["Regular", "Prefill", "Decode", "Placeholder"] = "Regular"
+    role: Literal["Regular", "Prefill", "Decode", "Encoder", "Placeholder"] = "Regular"
     replicas: Annotated[int, Field(ge=0, le=1024)] | None = None
     """Engines. Left out, the ServerGroup's scale belongs to an autoscaler or `kubectl scale`; it begins with 1."""
     engine: EngineSpec
@@ -109,6 +114,11 @@ class RolloutServerSpec(Model):
             "!(self.groups.exists(g, g.role == 'Prefill') && self.groups.exists(g, g.role == 'Regular'))",
             "groups: role Regular beside Prefill and Decode would never get a request, since the router pairs; "
             "make a RolloutServer of its own for it",
+        ),
+        Rule(
+            "!self.groups.exists(g, g.role == 'Encoder') || "
+            "self.groups.exists(g, g.role == 'Regular' || g.role == 'Prefill')",
+            "groups: role Encoder serves engines of a group of role Regular or Prefill, and there is none",
         ),
         _equal_in_pairs("page-size"),
         _equal_in_pairs("kv-cache-dtype"),

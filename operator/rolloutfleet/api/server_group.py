@@ -38,6 +38,8 @@ class ServerGroupSpec(Model):
     engine: EngineSpec | None = None
     """Absent for role External alone."""
     external: ExternalSpec | None = None
+    language_only: bool = False
+    """Its engines leave images to the server's Encoder groups."""
     offload: bool = False
     template: Annotated[dict[str, Any], Opaque(fields=("metadata", "spec"))] | None = None
     recovery: RecoverySpec = RecoverySpec()

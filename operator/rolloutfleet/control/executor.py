@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -20,7 +20,7 @@ from rolloutfleet.control.store import FleetKey, FleetStore
 from rolloutfleet.engine.errors import EngineError
 from rolloutfleet.engine.pair import generate_through
 from rolloutfleet.engine.router import RouterClient
-from rolloutfleet.engine.sglang import EngineClient
+from rolloutfleet.engine.sglang import EncoderTable, EngineClient
 from rolloutfleet.kube import client as kube
 from rolloutfleet.plan.actions import (
     Action,
@@ -37,7 +37,9 @@ from rolloutfleet.plan.actions import (
     Emit,
     PairCheck,
     Register,
+    RegisterEncoder,
     SetGate,
+    UnregisterEncoder,
     Verify,
 )
 from rolloutfleet.plan.failures import refusal, shorten
@@ -66,6 +68,7 @@ class Executor:
         enqueue_after: Callable[[FleetKey, float], None],
         engine: Callable[[str], EngineClient],
         router: Callable[[str], RouterClient],
+        encoder_table: Callable[[str], EncoderTable],
         clock: Callable[[], datetime],
     ) -> None:
         self._api = api
@@ -75,6 +78,7 @@ class Executor:
         self._enqueue_after = enqueue_after
         self._engine = engine
         self._router = router
+        self._encoder_table = encoder_table
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -109,6 +113,10 @@ class Executor:
                 self._start(key, (action.prefill_uid, action.decode_uid), "pair check", self._check_pair(key, action))
             case Drain():
                 self._start(key, (action.pod_uid,), "drain", self._drain(action))
+            case RegisterEncoder():
+                await self._change_table(key, action, self._encoder_table(action.table).add(action.url))
+            case UnregisterEncoder():
+                await self._change_table(key, action, self._encoder_table(action.table).remove(action.url))
             case Emit():
                 await self._emit(key, action)
             case _:
@@ -242,6 +250,16 @@ class Executor:
             logger.warning("router %s did not forget %s: %s", action.router, action.url, error)
             self._enqueue_after(key, RETRY_PAUSE_SECONDS)
         self._prober.look_soon(self._router_uid(key, action.router))
+
+    async def _change_table(
+        self, key: FleetKey, action: RegisterEncoder | UnregisterEncoder, change: Awaitable[None]
+    ) -> None:
+        try:
+            await change
+        except EngineError as error:
+            logger.warning("%s", error)
+            self._enqueue_after(key, RETRY_PAUSE_SECONDS)
+        self._prober.look_soon(action.pod_uid)
 
     def _router_uid(self, key: FleetKey, name: str) -> str:
         pods = self._store.pods("router")

@@ -24,7 +24,7 @@ from rolloutfleet.control.reconcile import Reconciler
 from rolloutfleet.control.store import FleetKey, FleetStore, component_of
 from rolloutfleet.control.trainers import TrainerPods
 from rolloutfleet.engine.router import RouterClient
-from rolloutfleet.engine.sglang import EngineClient
+from rolloutfleet.engine.sglang import EncoderClient, EncoderTable, EngineClient
 from rolloutfleet.kube import client as kube
 from rolloutfleet.kube.queue import WorkQueue
 from rolloutfleet.plan.objects import Defaults
@@ -84,6 +84,8 @@ class Operator:
             enqueue=self.queue.add,
             engine=self._engine,
             router=self._router,
+            encoder=lambda url: EncoderClient(url, http=self._http),
+            encoder_table=self._encoder_table,
             monotonic=time.monotonic,
         )
         self._executor = Executor(
@@ -94,6 +96,7 @@ class Operator:
             enqueue_after=self.queue.add_after,
             engine=self._engine,
             router=self._router,
+            encoder_table=self._encoder_table,
             clock=now,
         )
         self._reconciler = Reconciler(
@@ -109,6 +112,9 @@ class Operator:
 
     def _router(self, url: str) -> RouterClient:
         return RouterClient(url, http=self._http)
+
+    def _encoder_table(self, url: str) -> EncoderTable:
+        return EncoderTable(url, http=self._http)
 
     async def start(self) -> None:
         await self._resync()

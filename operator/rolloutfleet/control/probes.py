@@ -16,8 +16,8 @@ from rolloutfleet.api.common import EngineFacts
 from rolloutfleet.control.store import FleetKey, FleetStore, Target
 from rolloutfleet.engine import router
 from rolloutfleet.engine.errors import EngineError
-from rolloutfleet.engine.sglang import EngineClient, ModelInfo
-from rolloutfleet.plan.observed import EngineProbe, Worker, WorkerKind, is_external
+from rolloutfleet.engine.sglang import EncoderClient, EncoderTable, EngineClient, ModelInfo
+from rolloutfleet.plan.observed import EngineProbe, Worker, WorkerKind, encoder_table_url, is_external
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +25,9 @@ TICK_SECONDS = 0.25
 STARTING_SECONDS = 1.0
 SETTLED_SECONDS = 3.0
 CONCURRENCY = 64
+
+ENCODER_FACTS = EngineFacts(role="Encoder", tensor_parallel=1, pipeline_parallel=1, memory_saver=False)
+"""An encoder has no /server_info."""
 
 
 class Prober:
@@ -35,12 +38,16 @@ class Prober:
         enqueue: Callable[[FleetKey], None],
         engine: Callable[[str], EngineClient],
         router: Callable[[str], router.RouterClient],
+        encoder: Callable[[str], EncoderClient],
+        encoder_table: Callable[[str], EncoderTable],
         monotonic: Callable[[], float],
     ) -> None:
         self._store = store
         self._enqueue = enqueue
         self._engine = engine
         self._router = router
+        self._encoder = encoder
+        self._encoder_table = encoder_table
         self._monotonic = monotonic
         self._due: dict[str, float] = {}
         self._running: set[str] = set()
@@ -71,7 +78,11 @@ class Prober:
             await asyncio.sleep(TICK_SECONDS)
 
     async def _guarded(self, target: Target) -> None:
-        look = self._look_at_router if target.router else self._look_at_engine
+        look = self._look_at_engine
+        if target.router:
+            look = self._look_at_router
+        elif target.encoder:
+            look = self._look_at_encoder
         self._due.pop(target.uid, None)
         try:
             async with self._slots:
@@ -104,6 +115,7 @@ class Prober:
                 )  # somebody loaded weights: old proof is void
             facts = known.facts or await _facts(engine)
             load = await _load(engine)
+            encoders = await self._encoders(target)
             latest = self._store.probes.get(uid)
             if latest is not before and latest is not None:
                 # A checksum was read, or a pair tried, while we looked.
@@ -117,12 +129,30 @@ class Prober:
                 model_path=info.model_path,
                 facts=facts,
                 load=load,
+                encoders=encoders,
             )
-        self._store.probes[uid] = after
+        self._remember(target, before, after)
+        return after.answering
+
+    async def _look_at_encoder(self, target: Target) -> bool:
+        before = self._store.probes.get(target.uid)
+        healthy = await _flag(self._encoder(target.url).healthy())
+        self._remember(target, before, EngineProbe(answering=healthy, facts=ENCODER_FACTS))
+        return healthy
+
+    async def _encoders(self, target: Target) -> frozenset[str] | None:
+        if not target.language_only:
+            return None
+        try:
+            return await self._encoder_table(encoder_table_url(target.url)).urls()
+        except EngineError:
+            return None
+
+    def _remember(self, target: Target, before: EngineProbe | None, after: EngineProbe) -> None:
+        self._store.probes[target.uid] = after
         if after != before:
             for key in target.fleets:
                 self._enqueue(key)
-        return after.answering
 
     async def _look_at_router(self, target: Target) -> bool:
         uid = target.uid

@@ -19,6 +19,7 @@ from rolloutfleet.api.names import (
     COMPONENT_ROUTER,
     ENGINE_PORT,
     LABEL_COMPONENT,
+    LABEL_LANGUAGE_ONLY,
     LABEL_RANK,
     LABEL_ROLE,
     LABEL_SERVER,
@@ -57,6 +58,9 @@ class Target:
     fleets: tuple[FleetKey, ...]
     router: bool = False
     external: bool = False
+    encoder: bool = False
+    language_only: bool = False
+    """It keeps a table of encoders."""
 
 
 @dataclass
@@ -179,6 +183,8 @@ class FleetStore:
                 url=pod_url(pod["status"]["podIP"], port),
                 fleets=(key,),
                 router=component == COMPONENT_ROUTER,
+                encoder=_label(pod, LABEL_ROLE) == "Encoder",
+                language_only=_label(pod, LABEL_LANGUAGE_ONLY) == "true",
             )
             for component, port in ((COMPONENT_ENGINE, ENGINE_PORT), (COMPONENT_ROUTER, ROUTER_PORT))
             for key, pod in self.pods(component)
@@ -256,9 +262,9 @@ def _group(body: Mapping[str, Any]) -> ServerGroup:
 
 def _answers(pod: Mapping[str, Any]) -> bool:
     """Of an engine rank 0 alone, of a fleet all routers; placeholders answer nobody."""
-    status, labels = pod.get("status") or {}, pod["metadata"].get("labels") or {}
+    status = pod.get("status") or {}
     running = bool(status.get("podIP")) and status.get("phase") == "Running"
-    return running and labels.get(LABEL_RANK, "0") == "0" and labels.get(LABEL_ROLE) != "Placeholder"
+    return running and _label(pod, LABEL_RANK) in ("", "0") and _label(pod, LABEL_ROLE) != "Placeholder"
 
 
 def _external_urls(server: Mapping[str, Any] | None) -> list[str]:
@@ -267,7 +273,11 @@ def _external_urls(server: Mapping[str, Any] | None) -> list[str]:
 
 
 def component_of(pod: Mapping[str, Any]) -> str:
-    return str((pod["metadata"].get("labels") or {}).get(LABEL_COMPONENT, ""))
+    return _label(pod, LABEL_COMPONENT)
+
+
+def _label(pod: Mapping[str, Any], name: str) -> str:
+    return str((pod["metadata"].get("labels") or {}).get(name, ""))
 
 
 def _owned_by(child: Mapping[str, Any], uid: str) -> bool:

@@ -17,6 +17,7 @@ from rolloutfleet.engine.errors import EngineRefused
 from rolloutfleet.engine.http import HttpPeer
 
 FLAG_SECONDS = 3.0
+ENCODE_SECONDS = 15.0
 INFO_SECONDS = 10.0
 CONTROL_SECONDS = 60.0
 CHECKSUM_SECONDS = 120.0
@@ -136,3 +137,30 @@ class EngineClient(HttpPeer):
 
     async def generate(self, payload: dict[str, Any], *, seconds: float) -> dict[str, Any]:
         return await self._ask("POST", "/generate", seconds=seconds, body=payload)
+
+
+class EncoderClient(HttpPeer):
+    """An encoder-only server: it has no /ping and no weights to update."""
+
+    async def healthy(self) -> bool:
+        """Encodes a tiny image, unless it is busy with others."""
+        try:
+            await self._call("GET", "/health", seconds=ENCODE_SECONDS)
+        except EngineRefused:
+            return False
+        return True
+
+
+class EncoderTable(HttpPeer):
+    """The encoders that a language-only server knows (its --encoder-bootstrap-port)."""
+
+    async def urls(self) -> frozenset[str]:
+        answer = await self._ask("GET", "/list_encoder_urls", seconds=FLAG_SECONDS)
+        return frozenset(str(url) for url in answer.get("encoder_urls") or [])
+
+    async def add(self, url: str) -> None:
+        await self._call("POST", "/register_encoder_url", seconds=FLAG_SECONDS, body={"url": url})
+
+    async def remove(self, url: str) -> None:
+        """One that is not there is success."""
+        await self._call("DELETE", "/unregister_encoder_url", seconds=FLAG_SECONDS, body={"url": url})

@@ -144,6 +144,24 @@ class Drain:
 
 
 @dataclass(frozen=True)
+class RegisterEncoder:
+    """Tell a language engine of an encoder."""
+
+    pod_uid: str
+    """Of the language engine."""
+    table: str
+    """URL of its table."""
+    url: str
+
+
+@dataclass(frozen=True)
+class UnregisterEncoder:
+    pod_uid: str
+    table: str
+    url: str
+
+
+@dataclass(frozen=True)
 class Emit:
     """A Kubernetes event, on a transition."""
 
@@ -177,6 +195,8 @@ Action = (
     | Continue
     | PairCheck
     | Drain
+    | RegisterEncoder
+    | UnregisterEncoder
     | Emit
     | Requeue
 )

@@ -78,8 +78,8 @@ def drained(view: EngineView, now: datetime) -> bool:
     until = parse_time(view.record.drain_until)
     if not view.answering:
         return True
-    if view.pod is not None and view.pod.external:
-        return not view.listed  # it goes on running, only without us
+    if view.pod is not None and (view.pod.external or view.role == "Encoder"):
+        return not view.listed  # the one goes on running; the other has requests of milliseconds
     if until is None or view.listed:
         return False
     return view.probe.drained == view.record.drain_until or now >= until + ABORT_GRACE
@@ -92,7 +92,14 @@ def drain_until(view: EngineView, timeout_seconds: int, now: datetime) -> str:
 def drain_step(view: EngineView, now: datetime) -> list[Drain]:
     """The next look at an engine that is draining and that no router lists any more."""
     until = parse_time(view.record.drain_until)
-    if view.pod is None or until is None or not view.leaving or view.listed or not view.answering:
+    if (
+        view.pod is None
+        or view.role == "Encoder"
+        or until is None
+        or not view.leaving
+        or view.listed
+        or not view.answering
+    ):
         return []
     if view.probe.drained == view.record.drain_until:
         return []

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from rolloutfleet.api.names import (
     BOOTSTRAP_PORT,
+    ENCODER_TABLE_PORT,
     ENGINE_PORT,
     INITIAL_WEIGHT_VERSION,
     RENDEZVOUS_PORT,
@@ -103,6 +104,10 @@ def engine_arguments(group: ServerGroup, *, index: int, epoch: int, rank: int, b
         ours |= {"disaggregation-mode": "prefill", "disaggregation-bootstrap-port": str(BOOTSTRAP_PORT)}
     elif spec.role == "Decode":
         ours["disaggregation-mode"] = "decode"
+    elif spec.role == "Encoder":
+        ours["encoder-only"] = ""
+    if spec.language_only:
+        ours |= {"language-only": "", "encoder-bootstrap-port": str(ENCODER_TABLE_PORT)}
     return escaped(flag_words(ours) + flag_words(engine.args, MULTI_VALUE_FLAGS))
 
 

@@ -11,6 +11,7 @@ from rolloutfleet.api.names import (
     ANNOTATION_REVISION,
     BOOTSTRAP_PORT,
     COMPONENT_ENGINE,
+    ENCODER_TABLE_PORT,
     ENGINE_CONTAINER,
     ENGINE_PORT,
     GATE_ROUTABLE,
@@ -19,6 +20,7 @@ from rolloutfleet.api.names import (
     LABEL_EPOCH,
     LABEL_GROUP,
     LABEL_GROUP_UID,
+    LABEL_LANGUAGE_ONLY,
     LABEL_MANAGED_BY,
     LABEL_RANK,
     LABEL_ROLE,
@@ -67,6 +69,7 @@ def engine_pod(
         LABEL_COMPONENT: COMPONENT_ENGINE,
         LABEL_GROUP: group.name,
         LABEL_ROLE: group.spec.role,
+        LABEL_LANGUAGE_ONLY: "true" if group.spec.language_only else "false",
         LABEL_GROUP_UID: group.uid,
         LABEL_ENGINE_INDEX: str(index),
         LABEL_EPOCH: str(epoch),
@@ -171,17 +174,22 @@ def _engine_spec(group: ServerGroup, index: int, epoch: int, rank: int, defaults
                 "volumeMounts": mounts,
                 # The last lines of the log become the reason that users see when the engine dies.
                 "terminationMessagePolicy": "FallbackToLogsOnError",
-                # /ping is a flag: 200 while the trainer holds the engine, without generating a token. Ranks other than
-                # 0 serve a dummy /health and nothing else; rank 0 answers only while all of them do their part.
-                "readinessProbe": {
-                    "httpGet": {"path": "/ping" if rank == 0 else "/health", "port": ENGINE_PORT},
-                    "periodSeconds": 2,
-                    "timeoutSeconds": 3,
-                    "failureThreshold": 3,
-                },
+                "readinessProbe": _readiness(spec, rank),
             }
         ],
     }
+
+
+def _readiness(spec: ServerGroupSpec, rank: int) -> dict[str, Any]:
+    if spec.role == "Encoder":  # its only answer to this question encodes a tiny image
+        probe = {"path": "/health", "periodSeconds": 10, "timeoutSeconds": 15}
+    elif rank > 0:
+        # A dummy, and nothing else is there: rank 0 answers only while all of them do their part.
+        probe = {"path": "/health", "periodSeconds": 2, "timeoutSeconds": 3}
+    else:
+        # A flag: 200 while the trainer holds the engine, without generating a token.
+        probe = {"path": "/ping", "periodSeconds": 2, "timeoutSeconds": 3}
+    return {"httpGet": {"path": probe.pop("path"), "port": ENGINE_PORT}, **probe, "failureThreshold": 3}
 
 
 def _placement(group: ServerGroup, index: int, epoch: int) -> dict[str, Any]:
@@ -218,6 +226,8 @@ def _ports(spec: ServerGroupSpec) -> list[dict[str, Any]]:
     ports = {"http": ENGINE_PORT}
     if spec.role == "Prefill":
         ports["bootstrap"] = BOOTSTRAP_PORT
+    if spec.language_only:
+        ports["encoders"] = ENCODER_TABLE_PORT
     if spec.own_engine.nodes > 1:
         ports["rendezvous"] = RENDEZVOUS_PORT
     return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()]

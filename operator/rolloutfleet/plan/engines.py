@@ -61,6 +61,8 @@ class EngineView:
     pairing: Pairing = Pairing.PROVED
     misfit: tuple[str, str] = ("", "")
     """(reason, message) why it cannot be used as it was started."""
+    lacks_encoder: bool = False
+    """It leaves images to encoders and knows none that is up."""
     aside: bool = False
     """Must not serve beside engines of another revision that do."""
     leaving: bool = False
@@ -90,7 +92,7 @@ class EngineView:
     def serves(self) -> bool:
         """Requests reach it, and it has the right weights."""
         proved = self.weights is Weights.CURRENT and self.pairing is Pairing.PROVED
-        return self.answering and self.acknowledged and proved and self.fits and not self.aside
+        return self.answering and self.acknowledged and proved and self.fits and not (self.aside or self.lacks_encoder)
 
 
 NO_PROBE = EngineProbe(answering=False)
@@ -180,6 +182,8 @@ def weights_of(pod: EnginePod, probe: EngineProbe, expected: str, training: Trai
 
     The verdict names a pod, and so one process; an external engine may be another one by now.
     """
+    if probe.facts is not None and probe.facts.role == "Encoder":
+        return Weights.CURRENT  # it has the vision tower alone, which no update changes
     if pod.name in training.committed_pods and not pod.external:
         return Weights.CURRENT
     if not probe.checksum or probe.read_under != training.key:
@@ -224,7 +228,7 @@ def phase_of(view: EngineView, fleet: Fleet, training: Training, now: datetime) 
         return EnginePhase.STARTING, "Loading", "SGLang does not answer yet"
     if view.leaving:
         return EnginePhase.DRAINING, "Draining", f"out of the routers; running requests have until {record.drain_until}"
-    if training.held:
+    if training.held and view.role != "Encoder":
         return EnginePhase.HELD, "TrainerUpdates", "the trainer updates the fleet"
     reason, message = _unready(view, fleet, training)
     return (EnginePhase.STALE if reason else EnginePhase.SERVING), reason, message
@@ -243,6 +247,8 @@ def _unready(view: EngineView, fleet: Fleet, training: Training) -> tuple[str, s
         return "WeightsBehind", f"loads version {training.version}"
     if view.weights is Weights.UNPROVED and (not view.acknowledged or name in training.distrusted_pods):
         return "WeightsUnproved", "its weights checksum is being read"
+    if view.lacks_encoder:
+        return "NoEncoder", "it leaves images to encoders, and none is up"
     if view.aside:
         return "OtherRevisionServes", "prefill and decode of two revisions never pair: it waits for a pair of its own"
     if view.pairing is Pairing.ALONE and not view.acknowledged:
@@ -252,6 +258,8 @@ def _unready(view: EngineView, fleet: Fleet, training: Training) -> tuple[str, s
     if view.pairing is Pairing.UNPROVED and (known or not view.acknowledged):
         detail = f"; the last one failed: {view.probe.pair_error}" if view.probe.pair_error else ""
         return "PairUnproved", f"a request through it and a peer is tried{detail}"
+    if not view.acknowledged and view.role == "Encoder":
+        return "NotRegistered", "not every language engine lists it yet"
     if not view.acknowledged:
         return "NotRegistered", "not every router lists it as healthy yet"
     return "", ""

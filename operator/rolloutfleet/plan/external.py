@@ -64,6 +64,7 @@ def external_pod(group: ServerGroup, record: EngineStatus, probe: EngineProbe) -
         rank=0,
         nodes=1,
         revision=layout(facts) if facts is not None else "",
+        language_only=False,
         peers=frozenset(),
         url=record.url,
         scheduled=True,

@@ -24,6 +24,7 @@ from rolloutfleet.plan.actions import (
     Verify,
 )
 from rolloutfleet.plan.changes import drain_step
+from rolloutfleet.plan.encoders import table_changes, with_encoders
 from rolloutfleet.plan.engines import EngineView, Weights, started_at
 from rolloutfleet.plan.external import adoptable
 from rolloutfleet.plan.groups import GroupPlan, GroupView, look_at, plan_group
@@ -46,7 +47,7 @@ def plan_fleet(
     training = training_of(fleet, now)
     groups = [group for group in fleet.groups if not group.metadata.get("deletionTimestamp")]
     seen = [look_at(group, fleet, training, now) for group in groups]
-    peers = with_pairing([view for group in seen for view in group.engines])
+    peers = with_pairing(with_encoders([view for group in seen for view in group.engines]))
     plans = [plan_group(_paired(group, peers), peers, fleet, training, defaults, now) for group in seen]
     engines = [view for plan in plans for view in plan.engines]
     membership = membership_of(engines, training)
@@ -67,6 +68,7 @@ def plan_fleet(
     for view in engines:
         actions += _engine_gates(view, training)
         actions += _engine_work(view, fleet, training, now)
+    actions += table_changes(engines)
     actions += pair_checks(engines, fleet.busy, training)
 
     overall = server_status(fleet, statuses, membership, training, now)

@@ -250,6 +250,7 @@ def _reborn(view: EngineView, record: EngineStatus) -> EngineView:
         outdated=False,
         pairing=Pairing.ALONE if view.role in OTHER else Pairing.PROVED,
         aside=False,
+        lacks_encoder=False,
         leaving=False,
     )
 

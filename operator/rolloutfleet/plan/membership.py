@@ -35,6 +35,8 @@ def membership_of(engines: Iterable[EngineView], training: Training) -> Membersh
             continue
         if pod.external and not engine.answering:
             continue  # no pod's event will say that it has ended
+        if engine.role == "Encoder" or (engine.lacks_encoder and engine.answering):
+            continue
         if training.held or pod.name in training.memory_held:
             tolerated.add(pod.url)
         elif engine.weights is Weights.CURRENT and engine.pairing is not Pairing.PROVED:

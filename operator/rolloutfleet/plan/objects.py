@@ -144,6 +144,7 @@ def _server_group(server: RolloutServer, group: GroupSpec) -> dict[str, Any]:
         model=server.spec.model,
         update_weights=server.spec.update_weights,
         engine=group.engine,
+        language_only=group.role in LANGUAGE_ROLES and encodes_apart(server),
         offload=group.offload,
         template=group.template,
         recovery=group.recovery,
@@ -207,6 +208,15 @@ def disaggregated(server: RolloutServer, groups: Iterable[ServerGroup]) -> bool:
         facts = [engine.facts for group in groups if group.spec.external for engine in group.status.engines]
         roles = {fact.role for fact in facts if fact is not None}
     return bool(roles & {"Prefill", "Decode"})
+
+
+LANGUAGE_ROLES = ("Regular", "Prefill")
+"""Roles whose engines read prompts, and so need what encoders make of images."""
+
+
+def encodes_apart(server: RolloutServer) -> bool:
+    """Images are encoded by engines of their own."""
+    return any(group.role == "Encoder" for group in server.spec.groups)
 
 
 def _router_labels(server: RolloutServer) -> dict[str, str]:

@@ -16,12 +16,14 @@ from rolloutfleet.api.names import (
     ANNOTATION_NODES,
     ANNOTATION_PEERS,
     ANNOTATION_REVISION,
+    ENCODER_TABLE_PORT,
     ENGINE_CONTAINER,
     ENGINE_PORT,
     GATE_ROUTABLE,
     LABEL_ENGINE_INDEX,
     LABEL_EPOCH,
     LABEL_GROUP_UID,
+    LABEL_LANGUAGE_ONLY,
     LABEL_RANK,
     ROUTER_CONTAINER,
     ROUTER_PORT,
@@ -44,6 +46,8 @@ class EnginePod:
     nodes: int
     """Pods of its engine."""
     revision: str
+    language_only: bool
+    """It leaves images to encoders, and keeps a table of them."""
     peers: frozenset[str]
     """Of a prefill or decode pod: revisions of the other role that it was made to work with."""
     url: str
@@ -88,6 +92,8 @@ class EngineProbe:
     loaded_under: str = ""
     """Key of the training state in force when the operator itself loaded the weights, if it did."""
     facts: EngineFacts | None = None
+    encoders: frozenset[str] | None = None
+    """URLs in the engine's table of encoders, if it keeps one."""
     paired_with: frozenset[str] = frozenset()
     """Peer pods (UIDs) that were there when a request last went through this engine and one of them."""
     pair_failures: Mapping[str, int] = field(default_factory=dict)
@@ -184,6 +190,7 @@ def engine_pod(pod: Mapping[str, Any]) -> EnginePod:
         rank=int(labels.get(LABEL_RANK, 0)),
         nodes=int(annotations.get(ANNOTATION_NODES, 1)),
         revision=annotations.get(ANNOTATION_REVISION, ""),
+        language_only=labels.get(LABEL_LANGUAGE_ONLY) == "true",
         peers=frozenset(filter(None, annotations.get(ANNOTATION_PEERS, "").split(","))),
         url=pod_url(status.get("podIP") or "", ENGINE_PORT),
         scheduled=_condition(status, "PodScheduled") is True,
@@ -233,6 +240,11 @@ def external_uid(url: str) -> str:
 
 def is_external(uid: str) -> bool:
     return uid.startswith(_EXTERNAL)
+
+
+def encoder_table_url(engine_url: str) -> str:
+    """Where a language engine keeps its table of encoders."""
+    return f"{engine_url.rpartition(':')[0]}:{ENCODER_TABLE_PORT}"
 
 
 def parse_time(text: str) -> datetime | None:

@@ -36,6 +36,7 @@ WAITING_REASONS = frozenset(
         "NoPeer",
         "PairUnproved",
         "OtherRevisionServes",
+        "NoEncoder",
     }
 )
 """Reasons of engines on their normal way; any other reason is news."""

@@ -73,7 +73,9 @@ rolling = st.fixed_dictionaries({"maxUnavailable": st.integers(0, 2), "maxSurge"
 role_groups = st.fixed_dictionaries(
     {
         "groups": st.lists(
-            st.fixed_dictionaries({"role": st.sampled_from(("Regular", "Prefill", "Decode"))}), min_size=1, max_size=4
+            st.fixed_dictionaries({"role": st.sampled_from(("Regular", "Prefill", "Decode", "Encoder"))}),
+            min_size=1,
+            max_size=4,
         )
     }
 )
@@ -92,6 +94,23 @@ with_external: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
     {"groups": st.lists(st.fixed_dictionaries({"name": st.sampled_from(("a", EXTERNAL_GROUP))}), max_size=2)},
     optional={"external": st.just({"engines": []})},
 )
+
+
+encoder_groups = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(("Regular", "Encoder")),
+        "offload": st.booleans(),
+        "engine": st.fixed_dictionaries({"nodes": st.integers(1, 2)}),
+    }
+)
+
+
+def encoder_is_plain(group: dict[str, Any]) -> bool:
+    return group["role"] != "Encoder" or not (group["offload"] or group["engine"]["nodes"] != 1)
+
+
+def encoders_have_users(spec: dict[str, Any]) -> bool:
+    return "Encoder" not in roles(spec) or bool({"Regular", "Prefill"} & roles(spec))
 
 
 def placeholder_is_plain(group: dict[str, Any]) -> bool:
@@ -150,6 +169,8 @@ TWINS = (
     Twin("engine.env: set by the operator", variables, lambda env: not set(OWNED_ENGINE_ENV) & set(env)),
     Twin("engine.image: required", whole_groups, lambda g: "image" in g["engine"] or g["role"] == "Placeholder"),
     Twin("role Placeholder: runs no engine", whole_groups, placeholder_is_plain),
+    Twin("role Encoder: SGLang's encoders", encoder_groups, encoder_is_plain),
+    Twin("groups: role Encoder serves", role_groups, encoders_have_users),
     Twin(
         "groups: at least one group is needed", with_external, lambda spec: bool(spec["groups"]) or "external" in spec
     ),

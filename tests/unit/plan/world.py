@@ -28,8 +28,10 @@ from rolloutfleet.plan.actions import (
     Emit,
     PairCheck,
     Register,
+    RegisterEncoder,
     Requeue,
     SetGate,
+    UnregisterEncoder,
     Verify,
 )
 from rolloutfleet.plan.fleet import plan_fleet
@@ -93,6 +95,8 @@ class World:
         self.running: dict[str, int] = {}
         """Requests in engines, by pod UID."""
         self.aborted: set[str] = set()
+        self.encoders: dict[str, set[str]] = {}
+        """Tables of encoders, by UID of the language engine's pod."""
         self.drained: dict[str, str] = {}
         self.checkpoints = {"/models/m0": "sum-0"}
         self.outside: dict[str, tuple[EngineFacts, str]] = {}
@@ -148,6 +152,7 @@ class World:
             paired_with=pairs.paired_with,
             pair_failures=pairs.pair_failures,
             pair_error=pairs.pair_error,
+            encoders=self._encoders(uid),
             drained=self.drained.get(uid, ""),
             load=self.running.get(uid, 0),
             paused=uid in self.paused,
@@ -161,15 +166,20 @@ class World:
         """As SGLang would say it, from its command line."""
         words = self._pod(uid)["spec"]["containers"][0]["args"]
         flags = dict(zip(words, [*words[1:], ""], strict=True))
-        mode = flags.get("--disaggregation-mode", "null")
+        mode = "encoder" if "--encoder-only" in flags else flags.get("--disaggregation-mode", "null")
         port = flags.get("--disaggregation-bootstrap-port")
         return EngineFacts(
-            role={"prefill": "Prefill", "decode": "Decode"}.get(mode, "Regular"),
+            role={"prefill": "Prefill", "decode": "Decode", "encoder": "Encoder"}.get(mode, "Regular"),
             bootstrap_port=int(port) if port else None,
             tensor_parallel=int(flags["--tp-size"]),
             pipeline_parallel=int(flags["--pp-size"]),
             memory_saver="--enable-memory-saver" in flags,
         )
+
+    def _encoders(self, uid: str) -> frozenset[str] | None:
+        if is_external(uid) or "--language-only" not in self._pod(uid)["spec"]["containers"][0]["args"]:
+            return None
+        return frozenset(self.encoders.get(uid, set()))
 
     def _pod(self, uid: str) -> dict[str, Any]:
         return next(pod for pod in self.pods.values() if pod["metadata"]["uid"] == uid)
@@ -234,6 +244,11 @@ class World:
                     self.aborted.add(uid)
                 if not self.running.get(uid):
                     self.drained[uid] = until
+            case RegisterEncoder(pod_uid=uid, table=table, url=url):
+                assert table == self.url(uid).replace(":30000", ":8997")
+                self.encoders.setdefault(uid, set()).add(url)
+            case UnregisterEncoder(pod_uid=uid, url=url):
+                self.encoders[uid].discard(url)
             case Emit():
                 self.events.append(action)
             case Requeue():
