@@ -137,6 +137,7 @@ def test_a_pair_takes_an_update_of_weights(space: Kubectl, expected: list[list[i
     plain, pairs = (tokens(trainer) for trainer in both)
     assert plain == pairs != expected
     assert both[0]("fleet.update_weights('/weights/m0', timeout=120)")["version"] == 2
+    space("delete", "ros", "pairs", "--wait=false")  # its schedulers poll, and what follows starts engines
 
 
 def test_an_engine_of_two_pods_says_what_one_pod_says(space: Kubectl, expected: list[list[int]]) -> None:

@@ -11,6 +11,7 @@ VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 
 OPERATOR_MANAGER = "rolloutfleet-operator"
+SCALE_MANAGER = "rolloutfleet-scale"
 AGENT_MANAGER = "rolloutfleet-agent"
 
 LABEL_SERVER = f"{GROUP}/server"

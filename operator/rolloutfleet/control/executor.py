@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from rolloutfleet.api.names import API_VERSION, GATE_ROUTABLE, OPERATOR_MANAGER
+from rolloutfleet.api.names import API_VERSION, GATE_ROUTABLE, OPERATOR_MANAGER, SCALE_MANAGER
 from rolloutfleet.control.events import event_manifest
 from rolloutfleet.control.probes import Prober
 from rolloutfleet.control.store import FleetKey, FleetStore
@@ -50,6 +50,9 @@ logger = logging.getLogger(__name__)
 REGISTRATION_SECONDS = 60
 """After which a registration that no router lists is asked for again."""
 RETRY_PAUSE_SECONDS = 3.0
+EXIT_SECONDS = 10
+"""For a pod that we delete: its engine is drained or dead, and a rank that hangs must not keep the GPUs that its
+successor waits for."""
 CATCH_UP_PAUSE_SECONDS = 15.0
 
 
@@ -92,7 +95,7 @@ class Executor:
             case CreatePod():
                 await self._create_pod(key, action.manifest)
             case DeletePod():
-                await self._delete(kube.POD, key.namespace, action.name, action.uid)
+                await self._delete(kube.POD, key.namespace, action.name, action.uid, grace_seconds=EXIT_SECONDS)
             case DeleteObject():
                 await self._delete(kube.by_kind(action.kind), key.namespace, action.name, action.uid)
             case SetGate():
@@ -131,12 +134,34 @@ class Executor:
 
     async def _apply(self, key: FleetKey, manifest: Mapping[str, Any]) -> None:
         resource = kube.by_kind(manifest["kind"])
+        if manifest["kind"] == "ServerGroup" and "replicas" not in manifest["spec"]:
+            await self._hand_over_scale(key, manifest["metadata"]["name"])
         applied = await self._api.apply(resource, dict(manifest), field_manager=OPERATOR_MANAGER, force=True)
         self._store.upsert(manifest["kind"], applied)
         generation = applied["metadata"].get("generation")
         if generation is not None:
             name = f"{manifest['kind']}/{manifest['metadata']['name']}"
             self._store.applied_generations.setdefault(key, {})[name] = int(generation)
+
+    async def _hand_over_scale(self, key: FleetKey, name: str) -> None:
+        """Keep the count of a group whose `replicas` was left out of the server's spec.
+
+        A field that its only manager stops applying falls back to its default: a group of 8 engines would shrink to 1
+        before any autoscaler has looked. So a manager of its own takes it first, unless another one has it already.
+        """
+        held = self._store.object(key, "ServerGroup", name)
+        if held is None:
+            return
+        manifest = {
+            "apiVersion": API_VERSION,
+            "kind": "ServerGroup",
+            "metadata": {"name": name, "namespace": key.namespace, "uid": held["metadata"]["uid"]},
+            "spec": {"replicas": held["spec"]["replicas"]},
+        }
+        try:
+            await self._api.apply(kube.SERVER_GROUP, manifest, field_manager=SCALE_MANAGER, force=False)
+        except (kube.Conflict, kube.NotFound):
+            return
 
     async def _apply_status(self, key: FleetKey, action: ApplyStatus) -> None:
         manifest = {
@@ -175,9 +200,11 @@ class Executor:
         failures.pop(name, None)
         self._store.upsert("Pod", created)
 
-    async def _delete(self, resource: kube.Resource, namespace: str, name: str, uid: str) -> None:
+    async def _delete(
+        self, resource: kube.Resource, namespace: str, name: str, uid: str, *, grace_seconds: int | None = None
+    ) -> None:
         try:
-            await self._api.delete(resource, name, namespace=namespace, uid=uid)
+            await self._api.delete(resource, name, namespace=namespace, uid=uid, grace_seconds=grace_seconds)
         except (kube.NotFound, kube.Conflict):
             return  # gone, or another object of that name
 

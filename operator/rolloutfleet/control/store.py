@@ -165,7 +165,10 @@ class FleetStore:
         return list(self._fleets)
 
     def server(self, key: FleetKey) -> dict[str, Any] | None:
-        return self._objects(key, "RolloutServer").get(key.name)
+        return self.object(key, "RolloutServer", key.name)
+
+    def object(self, key: FleetKey, kind: str, name: str) -> dict[str, Any] | None:
+        return self._objects(key, kind).get(name)
 
     def pods(self, component: str) -> list[tuple[FleetKey, dict[str, Any]]]:
         return [

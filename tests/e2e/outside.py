@@ -1,0 +1,87 @@
+"""An engine outside the cluster: a process in a network namespace that hangs on the local cluster's bridge."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from e2e.support import eventually
+
+ROOT = Path(__file__).parents[2]
+ADDRESS = "10.89.0.200"
+GATEWAY = "10.89.0.1"
+BRIDGE = "rfbr0"
+PORT = 30000
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
+
+
+@contextmanager
+def network_namespace() -> Iterator[str]:
+    """A host of its own beside the cluster's nodes; gone afterwards."""
+    if subprocess.run(["ip", "link", "show", BRIDGE], capture_output=True, check=False).returncode:
+        pytest.fail(f"there is no bridge {BRIDGE}: this test needs the local cluster (make up)", pytrace=False)
+    name = f"rf-out-{uuid.uuid4().hex[:5]}"
+    run("ip", "netns", "add", name)
+    try:
+        run("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
+        run("ip", "link", "set", name, "master", BRIDGE, "up")
+        for device in ("lo", "eth0"):
+            run("ip", "-n", name, "link", "set", device, "up")
+        run("ip", "-n", name, "addr", "add", f"{ADDRESS}/24", "dev", "eth0")
+        run("ip", "-n", name, "route", "add", "default", "via", GATEWAY)
+        yield name
+    finally:
+        run("ip", "netns", "delete", name)  # and with it the pair of devices
+
+
+class OutsideEngine:
+    """SGLang as somebody would start it by hand; `start` again after `kill` is a new process."""
+
+    url = f"http://{ADDRESS}:{PORT}"
+
+    def __init__(self, namespace: str, model: str, log: Path) -> None:
+        self._namespace = namespace
+        self._model = model
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        (python,) = sorted(Path.home().glob(".cache/rolloutfleet/engine-*/bin/python"))[-1:]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "images/engine-cpu/shim"),
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+            "SGLANG_HOST_IP": ADDRESS,
+        }
+        command = ["ip", "netns", "exec", self._namespace, str(python), "-m", "sglang.launch_server"]
+        command += ["--model-path", self._model, "--host", "0.0.0.0", "--port", str(PORT), "--device", "cpu"]
+        command += ["--load-format", "auto", "--skip-tokenizer-init", "--max-total-tokens", "8192", "--sleep-on-idle"]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def kill(self) -> None:
+        """As a machine that loses its power: every process of it at once."""
+        if self._process is None:
+            return
+        os.killpg(self._process.pid, 9)
+        self._process.wait(timeout=30)
+        self._process = None
+        found = ["ip", "netns", "pids", self._namespace]
+        eventually(
+            lambda: subprocess.run(found, capture_output=True, text=True, check=True).stdout,
+            30,
+            "no process is left in the namespace",
+            accept=lambda pids: not pids.strip(),
+        )
