@@ -117,8 +117,8 @@ class Memory:
         return memory
 
     def _engines(self, memory: TrainingMemory) -> list[EngineStatus]:
-        held = set(memory.engines)
-        return [engine for _, engine in self._fleet.trained_engines() if engine.pod in held and engine.url]
+        held = set(memory.uids)
+        return [engine for _, engine in self._fleet.trained_engines() if engine.pod_uid in held and engine.url]
 
     def _serving(self) -> list[EngineStatus]:
         found = [
@@ -165,7 +165,12 @@ class Memory:
         weights: TrainingWeights | None,
     ) -> TrainingMemory:
         memory = TrainingMemory.model_validate(
-            {"phase": phase, "tags": list(tags), "engines": sorted(engine.pod for engine in engines)}
+            {
+                "phase": phase,
+                "tags": list(tags),
+                "engines": sorted(engine.pod for engine in engines),
+                "uids": sorted(engine.pod_uid for engine in engines),
+            }
         )
         training = self._fleet.training.model_copy(update={"memory": memory, "weights": weights})
         await self._leadership.write(training)

@@ -183,21 +183,22 @@ class Updater:
     def _participants(self) -> list[Participant]:
         """Engines that may be answering requests, or could be by the time the update ends."""
         training = self._fleet.training
-        held = set(training.memory.engines) if training.memory else set()
+        held = set(training.memory.uids) if training.memory else set()
         if training.weights is not None:
             # Proved by our own last update: status may not say Serving again yet.
-            held |= {verdict.pod for verdict in training.weights.engines if verdict.outcome == "Committed"}
+            held |= {verdict.uid for verdict in training.weights.engines if verdict.outcome == "Committed"}
         # An engine that is not current is left to the operator, which may be loading it right now.
         found = [
             Participant(
                 pod=engine.pod,
+                uid=engine.pod_uid,
                 url=engine.url,
                 group=group.name,
                 revision=engine.revision,
                 role=engine.facts.role if engine.facts is not None else group.spec.role,
             )
             for group, engine in self._fleet.trained_engines()
-            if engine.url and (engine.phase is EnginePhase.SERVING or engine.pod in held)
+            if engine.url and (engine.phase is EnginePhase.SERVING or engine.pod_uid in held)
         ]
         if not found:
             raise unavailable("NoEngines", f"RolloutServer {self._fleet.name} has no engine that could be updated now")

@@ -148,7 +148,9 @@ class EngineVerdict(Model):
     """What an update did to one engine."""
 
     pod: Annotated[str, Field(max_length=253)]
-    """Pod of rank 0; it names one life of one engine."""
+    """Pod of rank 0."""
+    uid: Annotated[str, Field(max_length=64)] = ""
+    """Its UID, which one life of one engine has: a ServerGroup that was made anew gives out its names again."""
     outcome: Literal["Committed", "Failed", "Unreachable"]
     """Committed: when the update ended, this engine held `version` (the old one, if the update failed), by
     checksum. Anything else: it is taken out of the routers until its weights are proved or loaded anew."""
@@ -192,7 +194,9 @@ class TrainingMemory(Model):
     tags: Annotated[list[Literal["weights", "kv_cache", "cuda_graph"]], Field(max_length=3), ListSet()] = []
     """Tags that are released, or about to be released or resumed."""
     engines: Annotated[list[Annotated[str, Field(max_length=253)]], Field(max_length=2048), ListSet()] = []
-    """Rank 0 pods that this applies to: a later life of an engine has released nothing."""
+    """Rank 0 pods that this applies to."""
+    uids: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=2048), ListSet()] = []
+    """UIDs of those pods: a later life of an engine has released nothing."""
     deadline: Annotated[str, Field(max_length=64)] = ""
 
 

@@ -90,7 +90,7 @@ class EngineStatus(Model):
     """Name of the rank 0 pod; of an external engine, the name that its pod would have."""
     pod_uid: Annotated[str, Field(max_length=64)] = ""
     """UID of that pod once all pods of this life were seen: when one is gone this life has ended, and no name of it is
-    ever used again."""
+    ever used again. Of an external engine that has answered, its name."""
     weight_version: Annotated[int, Field(ge=0)] | None = None
     """Known only after the engine's weights checksum agreed with the fleet's."""
     restarts: Annotated[int, Field(ge=0)] = 0

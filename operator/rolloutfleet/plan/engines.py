@@ -184,7 +184,7 @@ def weights_of(pod: EnginePod, probe: EngineProbe, expected: str, training: Trai
     """
     if probe.facts is not None and probe.facts.role == "Encoder":
         return Weights.CURRENT  # it has the vision tower alone, which no update changes
-    if pod.name in training.committed_pods and not pod.external:
+    if pod.identity in training.committed_pods and not pod.external:
         return Weights.CURRENT
     if not probe.checksum or probe.read_under != training.key:
         return Weights.UNPROVED
@@ -192,7 +192,7 @@ def weights_of(pod: EnginePod, probe: EngineProbe, expected: str, training: Trai
         return Weights.BEHIND
     if not expected:
         # Nobody has measured this version in this layout: the first engine that loaded it whole defines it.
-        trusted = pod.name not in training.distrusted_pods or probe.loaded_under == training.key
+        trusted = pod.identity not in training.distrusted_pods or probe.loaded_under == training.key
         return Weights.CURRENT if trusted else Weights.BEHIND
     return Weights.CURRENT if probe.checksum == expected else Weights.BEHIND
 
@@ -218,7 +218,7 @@ def phase_of(view: EngineView, fleet: Fleet, training: Training, now: datetime) 
             return phase, held_up.trouble.reason, message
     if not scheduled:
         return EnginePhase.PENDING, "NotScheduled", ""
-    if pod.name in training.memory_held:
+    if pod.identity in training.memory_held:
         return EnginePhase.HELD, "MemoryReleased", "the trainer has released memory of this engine"
     if not view.probe.answering:
         if pod.external:
@@ -237,7 +237,7 @@ def phase_of(view: EngineView, fleet: Fleet, training: Training, now: datetime) 
 def _unready(view: EngineView, fleet: Fleet, training: Training) -> tuple[str, str]:
     """(reason, message) why an engine that answers does not serve; empty when it does."""
     pod = view.pod
-    uid, name = (pod.uid, pod.name) if pod is not None else ("", "")
+    uid, identity = (pod.uid, pod.identity) if pod is not None else ("", "")
     if not view.fits:
         return view.misfit
     if view.weights is Weights.BEHIND:
@@ -245,7 +245,7 @@ def _unready(view: EngineView, fleet: Fleet, training: Training) -> tuple[str, s
         if problem:
             return "CatchUpFailed", problem
         return "WeightsBehind", f"loads version {training.version}"
-    if view.weights is Weights.UNPROVED and (not view.acknowledged or name in training.distrusted_pods):
+    if view.weights is Weights.UNPROVED and (not view.acknowledged or identity in training.distrusted_pods):
         return "WeightsUnproved", "its weights checksum is being read"
     if view.lacks_encoder:
         return "NoEncoder", "it leaves images to encoders, and none is up"

@@ -15,9 +15,6 @@ from rolloutfleet.api.server_group import EngineStatus, Failure, ServerGroup
 from rolloutfleet.plan.epochs import Epochs
 from rolloutfleet.plan.observed import EnginePod, EngineProbe, canonical_url, external_uid
 
-UP = "up"
-"""Stands in `podUid` of an external engine that has answered."""
-
 
 def external_records(
     group: ServerGroup, probes: Mapping[str, EngineProbe], epochs: Epochs, now: datetime
@@ -71,7 +68,7 @@ def external_pod(group: ServerGroup, record: EngineStatus, probe: EngineProbe) -
         running_since=None,
         deleting=False,
         trouble=None,
-        gate=record.pod_uid == UP,
+        gate=bool(record.pod_uid),
         external=True,
     )
 

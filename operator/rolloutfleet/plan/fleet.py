@@ -145,7 +145,7 @@ def _engine_work(view: EngineView, fleet: Fleet, training: Training, now: dateti
         return []
     if view.leaving:
         return list(drain_step(view, now))
-    if training.held or pod.name in training.memory_held:
+    if training.held or pod.identity in training.memory_held:
         return []
     if not view.fits:
         return []

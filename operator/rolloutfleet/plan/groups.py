@@ -29,7 +29,7 @@ from rolloutfleet.plan.engines import (
     weights_of,
 )
 from rolloutfleet.plan.epochs import Epochs
-from rolloutfleet.plan.external import UP, external_pod, external_records, misfit, wanted_urls
+from rolloutfleet.plan.external import external_pod, external_records, misfit, wanted_urls
 from rolloutfleet.plan.membership import acknowledged_everywhere, listed_anywhere
 from rolloutfleet.plan.objects import Defaults, disaggregated
 from rolloutfleet.plan.observed import EnginePod, EngineProbe, Fleet, external_uid
@@ -203,7 +203,7 @@ def _next(
     record, recovery = view.record, seen.group.spec.recovery
     answering = view.probe.answering or view.role == "Placeholder"  # that one answers nobody
     failure = ended(record, view.pods, recovery, now, answering) or stuck(view, peers)
-    if view.pod is not None and view.pod.name in training.ambiguous_pods:
+    if view.pod is not None and view.pod.identity in training.ambiguous_pods:
         text = "the trainer died while it released or resumed this engine's memory"
         failure = failure or Failure(reason="MemoryUnknown", message=text, pod=view.pod.name)
     if view.outdated and (not view.answering or (view.leaving and drained(view, now))):
@@ -234,7 +234,7 @@ def _next(
 def _external_next(view: EngineView) -> EngineView:
     update: dict[str, Any] = {"pod": view.pod.name if view.pod is not None else ""}
     if view.answering and view.probe.facts is not None and view.pod is not None:
-        update |= {"pod_uid": UP, "revision": view.pod.revision, "facts": view.probe.facts}
+        update |= {"pod_uid": view.pod.identity, "revision": view.pod.revision, "facts": view.probe.facts}
     return replace(view, record=view.record.model_copy(update=update))
 
 

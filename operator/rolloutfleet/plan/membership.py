@@ -37,7 +37,7 @@ def membership_of(engines: Iterable[EngineView], training: Training) -> Membersh
             continue  # no pod's event will say that it has ended
         if engine.role == "Encoder" or (engine.lacks_encoder and engine.answering):
             continue
-        if training.held or pod.name in training.memory_held:
+        if training.held or pod.identity in training.memory_held:
             tolerated.add(pod.url)
         elif engine.weights is Weights.CURRENT and engine.pairing is not Pairing.PROVED:
             # It has lost a peer: a request through it is tried while what the routers list stays.
@@ -50,7 +50,7 @@ def membership_of(engines: Iterable[EngineView], training: Training) -> Membersh
         elif (
             engine.weights is Weights.UNPROVED
             and engine.probe.label in ("", str(training.version))
-            and pod.name not in training.distrusted_pods
+            and pod.identity not in training.distrusted_pods
         ):
             # It was listed on proof; an operator that has just started reads the checksum again meanwhile.
             tolerated.add(pod.url)

@@ -63,6 +63,11 @@ class EnginePod:
     """Stands for an engine that somebody else runs: there is no pod."""
 
     @property
+    def identity(self) -> str:
+        """What one life of one engine has and no other ever: what agents' records name it by."""
+        return self.name if self.external else self.uid
+
+    @property
     def ended(self) -> bool:
         return self.trouble is not None and self.trouble.ended
 

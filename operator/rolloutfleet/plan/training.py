@@ -24,7 +24,7 @@ class Training:
     held_until: datetime | None
     """When `held` ends by itself: the update's deadline or the end of the lease."""
     memory_held: frozenset[str]
-    """Pods whose memory the trainer has released, whether it still lives or not."""
+    """Pods, by identity, whose memory the trainer has released, whether it still lives or not."""
     ambiguous_pods: frozenset[str]
     """Pods whose memory a trainer was releasing or resuming when it died: nobody can know what they hold, and a second
     call would kill them. They are replaced."""
@@ -48,7 +48,7 @@ def training_of(fleet: Fleet, now: datetime) -> Training:
     # An update dies with its leader: the next one has another fencing number and holds nothing by it.
     update_held = updating and alive and ours and (deadline is None or now < deadline)
     interrupted = memory is not None and memory.phase in ("Releasing", "Resuming") and not (alive and ours)
-    memory_held = frozenset(memory.engines) if memory is not None and memory.phase != "Resident" else frozenset()
+    memory_held = frozenset(memory.uids) if memory is not None and memory.phase != "Resident" else frozenset()
     ends = [end for end in (fleet.lease.expires_at, deadline if updating else None) if end is not None]
     held = update_held or (bool(memory_held) and alive)
     verdicts = weights.engines if weights and not updating else ()
@@ -60,9 +60,9 @@ def training_of(fleet: Fleet, now: datetime) -> Training:
         updating=update_held,
         held_until=min(ends) if held and ends else None,
         memory_held=memory_held,
-        ambiguous_pods=frozenset(memory.engines) if memory is not None and interrupted else frozenset(),
-        committed_pods=frozenset(verdict.pod for verdict in verdicts if verdict.outcome == "Committed"),
-        distrusted_pods=frozenset(verdict.pod for verdict in verdicts if verdict.outcome != "Committed"),
+        ambiguous_pods=frozenset(memory.uids) if memory is not None and interrupted else frozenset(),
+        committed_pods=frozenset(verdict.uid for verdict in verdicts if verdict.outcome == "Committed"),
+        distrusted_pods=frozenset(verdict.uid for verdict in verdicts if verdict.outcome != "Committed"),
         checksums={(entry.group, entry.revision): entry.checksum for entry in weights.checksums} if weights else {},
         key=f"{weights.transaction if weights else 0}/{'held' if update_held else 'free'}",
     )

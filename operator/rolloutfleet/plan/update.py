@@ -15,6 +15,7 @@ class Participant:
     """An engine that an update touches."""
 
     pod: str
+    uid: str
     url: str
     group: str
     revision: str
@@ -111,10 +112,10 @@ def _outcome(
 def _verdict(entry: Aftermath, survivors: set[str], version: int) -> EngineVerdict:
     pod = entry.participant.pod
     if pod in survivors:
-        return EngineVerdict(pod=pod, outcome="Committed", message=entry.error[:512])
+        return EngineVerdict(pod=pod, uid=entry.participant.uid, outcome="Committed", message=entry.error[:512])
     if not entry.reachable:
-        return EngineVerdict(pod=pod, outcome="Unreachable", message=entry.error[:512])
+        return EngineVerdict(pod=pod, uid=entry.participant.uid, outcome="Unreachable", message=entry.error[:512])
     found = (
         f"holds label {entry.label or 'unknown'} and checksum {entry.checksum[:12] or 'unknown'}, not version {version}"
     )
-    return EngineVerdict(pod=pod, outcome="Failed", message=(entry.error or found)[:512])
+    return EngineVerdict(pod=pod, uid=entry.participant.uid, outcome="Failed", message=(entry.error or found)[:512])

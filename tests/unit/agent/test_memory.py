@@ -169,7 +169,7 @@ def test_an_engine_that_is_not_idle_in_time_is_not_released(tmp_path: Path) -> N
 def test_a_later_life_of_an_engine_has_released_nothing_and_is_not_resumed(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         await world.memory.offload(of())
-        world.change_engine(0, pod="qwen-main-0-e2-r0")
+        world.change_engine(0, pod="qwen-main-0-e2-r0", podUid="uid-qwen-main-0-e2-r0")
         world.engines[0].released = set()
         result = await world.memory.onload(of())
         assert "resume_memory_occupation" not in world.engines[0].asked

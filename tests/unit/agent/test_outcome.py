@@ -12,7 +12,9 @@ BEFORE = [GroupChecksum(group="qwen-main", revision="r1", checksum="old")]
 
 
 def engine(index: int, *, group: str = "qwen-main", revision: str = "r1") -> Participant:
-    return Participant(pod=f"{group}-{index}", url=f"http://{index}", group=group, revision=revision)
+    return Participant(
+        pod=f"{group}-{index}", uid=f"uid-{index}", url=f"http://{index}", group=group, revision=revision
+    )
 
 
 def took(index: int, checksum: str = "new", **where: str) -> Aftermath:

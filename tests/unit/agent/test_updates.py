@@ -88,7 +88,7 @@ def test_a_write_of_the_operator_in_between_is_no_reason_to_fail(tmp_path: Path)
 
 def test_what_the_trainer_has_recorded_of_memory_is_kept(tmp_path: Path) -> None:
     async def story(world: World) -> None:
-        memory = {"phase": "Released", "tags": ["kv_cache"], "engines": [e.pod for e in world.engines]}
+        memory = {"phase": "Released", "tags": ["kv_cache"], "uids": [e.uid for e in world.engines]}
         world.change_training(memory=memory)
         await world.updater.update(wanted(world))
         assert world.training.memory is not None
@@ -256,7 +256,7 @@ def test_engines_that_our_last_update_proved_take_part_though_they_are_not_back_
     async def story(world: World) -> None:
         await world.updater.update(wanted(world))
         world.change_engine(0, phase="Held")
-        world.change_engine(1, phase="Stale", pod="qwen-main-1-e2-r0")
+        world.change_engine(1, phase="Stale", pod="qwen-main-1-e2-r0", podUid="uid-qwen-main-1-e2-r0")
         result = await world.updater.update(wanted(world))
         assert [verdict.pod for verdict in result.engines] == [world.engines[0].pod, world.engines[2].pod]
 

@@ -111,7 +111,7 @@ class Engine:
     """Stands in for one SGLang server: it holds weights, can be paused, and dies of a second release as SGLang does."""
 
     def __init__(self, pod: str) -> None:
-        self.pod = pod
+        self.pod, self.uid = pod, f"uid-{pod}"
         self.label, self.checksum = "0", "sum-of-m0"
         self.paused = False
         self.dead = False
@@ -272,6 +272,7 @@ def server_group(engines: list[Engine]) -> Object:
                     "phase": "Serving",
                     "url": engine.stand_in.url,
                     "pod": engine.pod,
+                    "podUid": engine.uid,
                 }
                 for index, engine in enumerate(engines)
             ],

@@ -179,7 +179,7 @@ def test_an_update_of_a_dead_leader_is_not_held_by_the_next_one() -> None:
 def test_engines_whose_memory_a_dead_trainer_left_half_released_are_replaced() -> None:
     world = serving_world(replicas=2)
     half, whole = world.engine_names()
-    memory = {"phase": "Resuming", "tags": ["weights"], "engines": [half]}
+    memory = {"phase": "Resuming", "tags": ["weights"], "engines": [half], "uids": [world.uid(half)]}
     world.server["status"]["training"] = {"holder": "trainer", "fence": 1, "memory": memory}
     world.lease = LeaseView(holder="trainer", fence=1, expires_at=world.now + timedelta(hours=1))
     world.settle(patient=False)
@@ -238,6 +238,36 @@ def _until_created(world: World) -> None:
             return
         world.now += timedelta(seconds=1)
     raise AssertionError("no replacement came")
+
+
+def test_an_engine_that_never_answers_is_replaced_after_its_deadline_and_not_before() -> None:
+    world = World(rollout_server(replicas=1))
+    world.spec()["recovery"] = {"startupDeadlineSeconds": 100}
+    _until_pod(world)
+    first = world.engine_names()[0]
+    world.weights.clear()
+    for seconds, there in ((90, True), (20, False)):
+        world.now += timedelta(seconds=seconds)
+        for action in world.plan():
+            world.perform(action)
+        assert (first in world.pods) is there
+    failure = world.group_status()["engines"][0]["lastFailure"]
+    assert (failure["reason"], failure["pod"]) == ("StartupDeadlineExceeded", first)
+
+
+def test_a_group_that_is_made_anew_inherits_no_verdict_from_pods_of_the_same_names() -> None:
+    world = serving_world()
+    world.commit(1, "/weights/v1", "sum-1")
+    world.settle()
+    names = world.engine_names()
+    del world.children["ServerGroup/qwen-main"]
+    for name in names:
+        world.delete_pod(name)
+    world.created.clear()
+    world.recorded.clear()
+    world.settle()  # World.perform refuses to list an engine with other weights than the committed ones
+    assert world.engine_names() == names
+    assert {label for label, _ in world.weights.values()} == {"1"}
 
 
 def test_scaling_down_takes_engines_out_of_the_routers_before_their_pods_go() -> None:

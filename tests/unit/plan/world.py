@@ -206,7 +206,7 @@ class World:
             case DeletePod(name=name, uid=uid):
                 self.delete_pod(name, uid)
             case DeleteObject(kind=kind, name=name):
-                del self.children[f"{kind}/{name}"]
+                self._vanished(f"{kind}/{name}")
             case SetGate(pod=pod, routable=routable):
                 self._gate(pod, routable)
             case Register(router=router, url=url, kind=kind):
@@ -300,6 +300,15 @@ class World:
         manifest["metadata"]["uid"] = self._uid()
         manifest["status"] = {"phase": "Pending", "conditions": []}
         self.pods[name] = manifest
+
+    def _vanished(self, key: str) -> None:
+        """Names of a group that is gone may come again, under other UIDs."""
+        if key.startswith("ServerGroup/"):
+            uid = self.children[key]["metadata"]["uid"]
+            for pod in [pod for pod in self.pods.values() if engine_pod(pod).group_uid == uid]:
+                self.delete_pod(pod["metadata"]["name"])
+            self.recorded = {name for name in self.recorded if not name.startswith(key.split("/")[1])}
+        del self.children[key]
 
     def delete_pod(self, name: str, uid: str = "") -> None:
         pod = self.pods.get(name)
@@ -415,7 +424,7 @@ class World:
             if uid not in self.weights:
                 continue
             outcome = (outcomes or {}).get(name, "Committed")
-            verdicts.append({"pod": name, "outcome": outcome})
+            verdicts.append({"pod": name, "uid": uid, "outcome": outcome})
             if outcome == "Committed":
                 self.weights[uid] = (str(version), checksum)
                 self.paused.discard(uid)
