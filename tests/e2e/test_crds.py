@@ -147,6 +147,32 @@ def test_a_scaled_group_keeps_its_count_when_the_manifest_without_replicas_is_ap
     assert len(inside(*pods).split()) == 2
 
 
+def test_an_object_of_somebody_else_is_not_taken_over_and_the_clash_is_named(
+    kubectl: Kubectl, operator: None, namespace: str
+) -> None:
+    inside = kubectl.within(namespace)
+    first, second = server("a"), server("a-b")
+    first["spec"]["groups"][0]["name"], second["spec"]["groups"][0]["name"] = "b-c", "c"
+    inside.apply(first)
+    eventually(lambda: inside("get", "sgrp", "a-b-c", "--output=name"), 30, "the first server's group")
+    inside.apply(second)
+    ready = eventually(
+        lambda: inside.json("get", "ros", "a-b").get("status", {}).get("conditions", []),
+        30,
+        "the clash is named",
+        accept=lambda found: any(c["reason"] == "NameTaken" for c in found),
+    )
+    assert any("ServerGroup/a-b-c" in condition["message"] for condition in ready)
+    assert inside.json("get", "sgrp", "a-b-c")["spec"]["server"] == "a"
+    inside("delete", "ros", "a")
+    eventually(
+        lambda: inside.json("get", "sgrp", "a-b-c")["spec"]["server"],
+        60,
+        "the name is free again",
+        accept=lambda owner: owner == "a-b",
+    )
+
+
 def test_the_crds_can_be_applied_by_the_client_and_replaced(kubectl: Kubectl, operator: None) -> None:
     for name in ("rolloutservers", "servergroups"):
         path = str(CRDS / f"{name}.yaml")

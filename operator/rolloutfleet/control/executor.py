@@ -16,7 +16,7 @@ from typing import Any
 from rolloutfleet.api.names import API_VERSION, GATE_ROUTABLE, OPERATOR_MANAGER, SCALE_MANAGER
 from rolloutfleet.control.events import event_manifest
 from rolloutfleet.control.probes import Prober
-from rolloutfleet.control.store import FleetKey, FleetStore
+from rolloutfleet.control.store import FleetKey, FleetStore, owned_by
 from rolloutfleet.engine.errors import EngineError
 from rolloutfleet.engine.pair import generate_through
 from rolloutfleet.engine.router import RouterClient
@@ -42,7 +42,7 @@ from rolloutfleet.plan.actions import (
     UnregisterEncoder,
     Verify,
 )
-from rolloutfleet.plan.failures import refusal, shorten
+from rolloutfleet.plan.failures import Trouble, refusal, shorten
 from rolloutfleet.plan.observed import EngineProbe
 
 logger = logging.getLogger(__name__)
@@ -134,6 +134,8 @@ class Executor:
 
     async def _apply(self, key: FleetKey, manifest: Mapping[str, Any]) -> None:
         resource = kube.by_kind(manifest["kind"])
+        if await self._name_taken(key, resource, manifest):
+            return
         if manifest["kind"] == "ServerGroup" and "replicas" not in manifest["spec"]:
             await self._hand_over_scale(key, manifest["metadata"]["name"])
         applied = await self._api.apply(resource, dict(manifest), field_manager=OPERATOR_MANAGER, force=True)
@@ -142,6 +144,29 @@ class Executor:
         if generation is not None:
             name = f"{manifest['kind']}/{manifest['metadata']['name']}"
             self._store.applied_generations.setdefault(key, {})[name] = int(generation)
+
+    async def _name_taken(self, key: FleetKey, resource: kube.Resource, manifest: Mapping[str, Any]) -> bool:
+        """Whether an object of that name belongs to somebody else: an apply would take it from them.
+
+        Two servers can derive one name: `a` with a group `b-c`, and `a-b` with a group `c`.
+        """
+        metadata = manifest["metadata"]
+        place, owner = f"{manifest['kind']}/{metadata['name']}", metadata["ownerReferences"][0]["uid"]
+        failures = self._store.create_failures.setdefault(key, {})
+        found = self._store.object(key, manifest["kind"], metadata["name"])
+        try:
+            found = found or await self._api.get(resource, metadata["name"], namespace=key.namespace)
+        except kube.NotFound:
+            found = None
+        if found is None or owned_by(found, owner):
+            failures.pop(place, None)
+            return False
+        trouble = Trouble("NameTaken", f"{place} exists and is not of this RolloutServer; rename one of them")
+        if failures.get(place) != trouble:
+            failures[place] = trouble
+            self._enqueue(key)
+        self._enqueue_after(key, 10.0)
+        return True
 
     async def _hand_over_scale(self, key: FleetKey, name: str) -> None:
         """Keep the count of a group whose `replicas` was left out of the server's spec.

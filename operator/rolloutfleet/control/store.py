@@ -208,7 +208,7 @@ class FleetStore:
             return None
         server = RolloutServer.model_validate(body)
         owned = {
-            kind: [child for child in self._objects(key, kind).values() if _owned_by(child, server.uid)]
+            kind: [child for child in self._objects(key, kind).values() if owned_by(child, server.uid)]
             for kind in CHILD_KINDS
         }
         pods = list(self._objects(key, "Pod").values())
@@ -283,7 +283,7 @@ def _label(pod: Mapping[str, Any], name: str) -> str:
     return str((pod["metadata"].get("labels") or {}).get(name, ""))
 
 
-def _owned_by(child: Mapping[str, Any], uid: str) -> bool:
+def owned_by(child: Mapping[str, Any], uid: str) -> bool:
     return any(owner.get("uid") == uid for owner in child["metadata"].get("ownerReferences") or [])
 
 

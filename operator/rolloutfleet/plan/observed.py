@@ -175,7 +175,7 @@ class Fleet:
     busy: Mapping[str, str] = field(default_factory=dict)
     """Work in progress on an engine (verify, catch-up, continue), by pod UID."""
     create_failures: Mapping[str, Trouble] = field(default_factory=dict)
-    """Why the API server last refused a pod, by pod name."""
+    """Why the API server last refused a pod, by pod name, or why another object cannot be made, by `Kind/name`."""
     catch_up_failures: Mapping[str, str] = field(default_factory=dict)
     """Why the last catch-up failed, by pod UID."""
     lease: LeaseView = LeaseView()

@@ -138,8 +138,11 @@ def _ready(
     """True while requests are answered with the right weights, even if some engines are missing."""
     engines = [(plan.group.name, view) for plan, _ in plans for view in plan.engines]
     silent = _silent(plans)
-    if not fleet.groups:
+    if not fleet.groups and not fleet.create_failures:
         return _condition("Ready", "False", "Reconciling", "server groups are being created")
+    taken = next((trouble for place, trouble in sorted(fleet.create_failures.items()) if "/" in place), None)
+    if taken is not None:
+        return _condition("Ready", "True" if serving and routers else "False", taken.reason, taken.message)
     invalid = next((plan.invalid for plan, _ in plans if plan.invalid), "")
     if invalid:
         return _condition("Ready", "True" if serving and routers else "False", "InvalidTemplate", invalid)

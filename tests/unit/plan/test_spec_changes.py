@@ -193,7 +193,7 @@ def effects(world: World) -> str:
     pods = []
     for pod in world.pods.values():
         metadata = copy.deepcopy(pod["metadata"])
-        for name in ("rolloutfleet.dev/epoch", "rolloutfleet.dev/group-uid"):
+        for name in ("rolloutfleet.dev/epoch", "rolloutfleet.dev/engine-index", "rolloutfleet.dev/group-uid"):
             metadata["labels"].pop(name)
         pods.append({"labels": metadata["labels"], "spec": pod["spec"]})
     tables = [sorted(worker.kind.type for worker in table.values()) for table in world.tables.values()]
@@ -203,7 +203,8 @@ def effects(world: World) -> str:
     text = json.dumps([children, sorted(map(json.dumps, pods)), tables, outside], sort_keys=True)
     text = re.sub(r'rolloutfleet.dev/epoch[\\": ]+\d+', "epoch", text)
     text = re.sub(r"uid-\d+", "uid", text)
-    return re.sub(r"-e\d+-r", "-e-r", text)
+    text = re.sub(r'rolloutfleet.dev/engine-index[\\": ]+\d+', "index", text)
+    return re.sub(r"-\d+-e\d+-r", "-e-r", text)
 
 
 def says(world: World) -> list[tuple[str, str, str]]:
