@@ -118,7 +118,7 @@ def watched(space: Kubectl, path: str) -> Iterator[Callable[[], list[str]]]:
         with ThreadPoolExecutor() as pool:
             reading = pool.submit(lines.extend, watch.stdout)
             try:
-                yield lambda: lines
+                yield lambda: [line.strip() for line in lines]
             finally:
                 watch.terminate()
                 reading.result(timeout=30)

@@ -36,7 +36,7 @@ class Leadership:
         """Contend for ever; a frozen server has nothing to lead until it is asked for."""
         while True:
             server = self._fleet.server
-            if server is not None and (server.spec.update_weights or any(g.offload for g in server.spec.groups)):
+            if server is not None and _may_be_led(server):
                 try:
                     await self.lease.acquire()
                     logger.info("leads %s with fencing number %d", self._fleet.name, self.lease.fence)
@@ -107,3 +107,9 @@ class Leadership:
             kube.ROLLOUT_SERVER, manifest, field_manager=AGENT_MANAGER, force=True, subresource="status"
         )
         self._fleet.server = RolloutServer.model_validate(applied)
+
+
+def _may_be_led(server: RolloutServer) -> bool:
+    """Its weights can be updated, or memory released: of external engines nobody knows before they are asked."""
+    offload = any(group.offload for group in server.spec.groups) or server.spec.external is not None
+    return server.spec.update_weights or offload

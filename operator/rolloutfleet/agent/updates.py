@@ -22,6 +22,7 @@ from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.api.agent import UpdateResult, UpdateWeights
 from rolloutfleet.api.common import EnginePhase
 from rolloutfleet.api.rollout_server import TrainingStatus, TrainingWeights, WeightsPhase
+from rolloutfleet.api.server_group import EngineStatus
 from rolloutfleet.engine.checkpoint import Checkpoint, CheckpointError, differences, read_checkpoint
 from rolloutfleet.engine.errors import EngineError, EngineRefused
 from rolloutfleet.engine.sglang import EngineClient
@@ -198,7 +199,7 @@ class Updater:
                 role=engine.facts.role if engine.facts is not None else group.spec.role,
             )
             for group, engine in self._fleet.trained_engines()
-            if engine.url and (engine.phase is EnginePhase.SERVING or engine.pod_uid in held)
+            if engine.url and _takes_part(engine, self._fleet.committed_version, held)
         ]
         if not found:
             raise unavailable("NoEngines", f"RolloutServer {self._fleet.name} has no engine that could be updated now")
@@ -293,3 +294,10 @@ class Updater:
 
         for wave in resuming_order(participant.role for participant in survivors):
             await asyncio.gather(*(one(participant) for participant in survivors if participant.role in wave))
+
+
+def _takes_part(engine: EngineStatus, committed: int, held: set[str]) -> bool:
+    """Whoever has the committed weights may be answering requests, whatever else keeps it from serving in full."""
+    if engine.phase is EnginePhase.DRAINING:
+        return False  # it finishes its requests and goes
+    return engine.phase is EnginePhase.SERVING or engine.weight_version == committed or engine.pod_uid in held

@@ -133,7 +133,7 @@ class RolloutServerSpec(Model):
     external: ExternalSpec | None = None
     """Engines that somebody else runs, beside the groups or in their place."""
     weights: WeightsSpec | None = None
-    """Without it, an engine that comes late waits for the trainer's next update."""
+    """Without it weights cannot be updated, and `training` stays at version 0."""
     trainers: TrainersSpec = TrainersSpec()
 
 
@@ -255,7 +255,7 @@ class RolloutServerStatus(Model):
     observed_generation: int = 0
     conditions: Conditions = ()
     router: RouterStatus | None = None
-    groups: Annotated[tuple[GroupSummary, ...], Field(max_length=16), ListMap(("name",))] = ()
+    groups: Annotated[tuple[GroupSummary, ...], Field(max_length=17), ListMap(("name",))] = ()
     engines: EngineCounts | None = None
     weights: WeightsStatus | None = None
     training: TrainingStatus | None = None

@@ -101,6 +101,10 @@ class EngineStatus(Model):
     """When the next life may begin, while phase is Failed."""
     facts: EngineFacts | None = None
     """Of an external engine: what it says of itself."""
+    silent_since: Annotated[str, Field(max_length=64)] = ""
+    """When it stopped answering, although it runs."""
+    started: bool = False
+    """This life has answered: what counts from now on is silence, no longer the startup deadline."""
     drain_until: Annotated[str, Field(max_length=64)] = ""
     """While Draining: when requests that still run are aborted."""
     last_failure: Failure | None = None

@@ -398,6 +398,7 @@ class Executor:
                 bootstrap_port=action.bootstrap_port,
             )
         except EngineError as error:
+            await self._require_same_training(key)  # else the trainer has paused it meanwhile
             text = shorten(str(error))
             self._update_probe(prefill, lambda probe: probe.pair_failed(decode, text))
             self._update_probe(decode, lambda probe: probe.pair_failed(prefill, text))
@@ -414,6 +415,8 @@ class Executor:
             if load.running + load.waiting:
                 return
         self._update_probe(action.pod_uid, lambda probe: replace(probe, drained=action.until))
+        for uid in list(self._store.probes):
+            self._update_probe(uid, lambda probe: probe.peer_left(action.pod_uid))
 
     def _update_probe(self, pod_uid: str, change: Callable[[EngineProbe], EngineProbe]) -> None:
         probe = self._store.probes.get(pod_uid)

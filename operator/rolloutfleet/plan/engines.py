@@ -34,8 +34,9 @@ class Pairing(StrEnum):
     PROVED = "Proved"
     """A request went through it and a peer, and no peer has gone since. Regular engines need no peer."""
     UNPROVED = "Unproved"
+    WAITING = "Waiting"
+    """Peers exist, and none is up to try it with."""
     ALONE = "Alone"
-    """No peer is up to try it with."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class EngineView:
     outdated: bool = False
     """Made from an older revision of the group's spec."""
     pairing: Pairing = Pairing.PROVED
+    initial_path: str = ""
+    """Where it has the model, which is weight version 0."""
     misfit: tuple[str, str] = ("", "")
     """(reason, message) why it cannot be used as it was started."""
     lacks_encoder: bool = False
@@ -98,6 +101,10 @@ class EngineView:
 NO_PROBE = EngineProbe(answering=False)
 
 
+SILENCE = timedelta(seconds=360)
+"""A scheduler that hangs is ended by SGLang's own watchdog after 300 s; what is silent longer will not speak again."""
+
+
 def pods_of_life(record: EngineStatus, pods: Iterable[EnginePod]) -> tuple[EnginePod, ...]:
     """The pods of the life that the record names, by rank."""
     life = [pod for pod in pods if pod.index == record.index and pod.epoch == record.epoch]
@@ -124,10 +131,15 @@ def ended(
             return Failure(reason="PodDeleted", message="a pod of it is gone", pod=record.pod)
         if pods[0].uid != record.pod_uid:
             return Failure(reason="PodDeleted", message="another pod took its name", pod=pods[0].name)
-    started = started_at(pods)
-    if started is not None and not answering:
+    if answering:
+        return None
+    started, silent = started_at(pods), parse_time(record.silent_since)
+    if silent is not None and now - silent > SILENCE:
+        text = f"no answer for {SILENCE.seconds} s, although its container runs"
+        return Failure(reason="NotAnswering", message=text, pod=pods[0].name)
+    if started is not None and not record.started:
         deadline = timedelta(seconds=recovery.startup_deadline_seconds)
-        if record.phase in (EnginePhase.STARTING, EnginePhase.PENDING) and now - started > deadline:
+        if now - started > deadline:
             text = f"not answering {recovery.startup_deadline_seconds} s after its container started"
             return Failure(reason="StartupDeadlineExceeded", message=text, pod=pods[0].name)
     return None
@@ -223,8 +235,8 @@ def phase_of(view: EngineView, fleet: Fleet, training: Training, now: datetime) 
     if not view.probe.answering:
         if pod.external:
             return EnginePhase.STARTING, "NotAnswering", f"no answer at {pod.url}; it is not ours to restart"
-        if view.listed:
-            return EnginePhase.STARTING, "NotAnswering", "no answer on /ping"
+        if record.started:
+            return EnginePhase.STARTING, "NotAnswering", f"no answer on /ping since {record.silent_since}"
         return EnginePhase.STARTING, "Loading", "SGLang does not answer yet"
     if view.leaving:
         return EnginePhase.DRAINING, "Draining", f"out of the routers; running requests have until {record.drain_until}"
@@ -251,10 +263,12 @@ def _unready(view: EngineView, fleet: Fleet, training: Training) -> tuple[str, s
         return "NoEncoder", "it leaves images to encoders, and none is up"
     if view.aside:
         return "OtherRevisionServes", "prefill and decode of two revisions never pair: it waits for a pair of its own"
-    if view.pairing is Pairing.ALONE and not view.acknowledged:
-        return "NoPeer", "no engine of the other role is up with the right weights"
+    if view.pairing is Pairing.ALONE:
+        return "NoPeer", "there is no engine of the other role"
     # One that was listed when this operator started was proved by its predecessor: it serves while it is tried again.
-    known = view.probe.paired_with or view.probe.pair_failures
+    known = view.probe.paired_with is not None or view.probe.pair_failures
+    if view.pairing is Pairing.WAITING and (known or not view.acknowledged):
+        return "NoPeer", "no engine of the other role is up with the right weights"
     if view.pairing is Pairing.UNPROVED and (known or not view.acknowledged):
         detail = f"; the last one failed: {view.probe.pair_error}" if view.probe.pair_error else ""
         return "PairUnproved", f"a request through it and a peer is tried{detail}"

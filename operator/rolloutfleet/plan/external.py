@@ -89,7 +89,7 @@ def misfit(group: ServerGroup, url: str, probe: EngineProbe, *, pairs: bool) -> 
     if facts is not None and (facts.role in ("Prefill", "Decode")) is not pairs:
         kind = "pairs prefill and decode engines" if pairs else "does not pair"
         return "RoleMismatch", f"it is a {facts.role} engine, but the router of this fleet {kind}"
-    expected = _model_path(group, url)
+    expected = model_path(group, url)
     # A digit label was given by us or by another trainer: where the weights came from then is no question.
     if probe.model_path and not probe.label.isdigit() and probe.model_path != expected:
         return "ModelMismatch", f"it was started with {probe.model_path}, this fleet has {expected} there"
@@ -101,7 +101,8 @@ def adoptable(probe: EngineProbe, version: int) -> bool:
     return version == INITIAL_WEIGHT_VERSION and bool(probe.model_path) and not probe.label.isdigit()
 
 
-def _model_path(group: ServerGroup, url: str) -> str:
+def model_path(group: ServerGroup, url: str) -> str:
+    """Where an engine has the model: its own path, where one is given for its URL."""
     for engine in group.spec.external.engines if group.spec.external is not None else []:
         if canonical_url(engine.url) == url and engine.model_path is not None:
             return engine.model_path

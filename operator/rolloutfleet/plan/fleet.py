@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 
+from rolloutfleet.api.names import INITIAL_WEIGHT_VERSION
 from rolloutfleet.api.schema import Model, Resource
 from rolloutfleet.plan.actions import (
     Action,
@@ -28,7 +29,7 @@ from rolloutfleet.plan.encoders import table_changes, with_encoders
 from rolloutfleet.plan.engines import EngineView, Weights, started_at
 from rolloutfleet.plan.external import adoptable
 from rolloutfleet.plan.groups import GroupPlan, GroupView, look_at, plan_group
-from rolloutfleet.plan.membership import Membership, membership_of, table_actions, table_complete
+from rolloutfleet.plan.membership import Membership, membership_of, serves, table_actions, table_complete
 from rolloutfleet.plan.objects import Defaults, child_actions
 from rolloutfleet.plan.observed import Fleet, parse_time
 from rolloutfleet.plan.pairing import pair_checks, with_pairing
@@ -103,7 +104,7 @@ def _router_gates(fleet: Fleet, membership: Membership) -> list[Action]:
     for router in fleet.router_pods:
         if not router.running:
             continue
-        complete = table_complete(router, membership)
+        complete = serves(router, membership) if router.gate else table_complete(router, membership)
         if router.gate is complete or (router.gate and router.workers is None):
             continue  # one missed poll is no reason to take a replica out of its Service
         actions.append(
@@ -158,7 +159,7 @@ def _engine_work(view: EngineView, fleet: Fleet, training: Training, now: dateti
             CatchUp(
                 pod_uid=pod.uid,
                 url=pod.url,
-                path=training.path,
+                path=view.initial_path if training.version == INITIAL_WEIGHT_VERSION else training.path,
                 version=training.version,
                 expected=view.expected,
                 training_key=training.key,

@@ -29,7 +29,7 @@ from rolloutfleet.plan.engines import (
     weights_of,
 )
 from rolloutfleet.plan.epochs import Epochs
-from rolloutfleet.plan.external import external_pod, external_records, misfit, wanted_urls
+from rolloutfleet.plan.external import external_pod, external_records, misfit, model_path, wanted_urls
 from rolloutfleet.plan.membership import acknowledged_everywhere, listed_anywhere
 from rolloutfleet.plan.objects import Defaults, disaggregated
 from rolloutfleet.plan.observed import EnginePod, EngineProbe, Fleet, external_uid
@@ -99,15 +99,17 @@ def plan_group(
 ) -> GroupPlan:
     """`peers`: the engines of all groups, this one's among them."""
     group = seen.group
+    invalid = _invalid(group, defaults)
     removed, replaced = _going(seen, training)
     engines: list[EngineView] = []
     for view in seen.engines:
-        view = _leaving(view, view.record.index in removed | replaced, group, now)
+        going = view.record.index in (removed if invalid else removed | replaced)
+        view = _leaving(view, going, group, now)
         if view.record.index in removed and drained(view, now):
             continue  # its record goes, and with it its pods
         engines.append(_next(view, seen, peers, training, now))
 
-    invalid, pod_actions = _pods(seen, engines, peer_revisions(group.spec.role, fleet.groups), defaults, now)
+    pod_actions = _pods(seen, engines, peer_revisions(group.spec.role, fleet.groups), defaults, now, invalid)
     engines = [_with_phase(view, fleet, training, now, invalid) for view in engines]
     return GroupPlan(
         group=group,
@@ -117,6 +119,17 @@ def plan_group(
         pod_actions=tuple(pod_actions),
         invalid=invalid,
     )
+
+
+def _invalid(group: ServerGroup, defaults: Defaults) -> str:
+    """Why no pod can be built from the spec; known before an engine is taken down for it."""
+    if group.spec.external is not None:
+        return ""
+    try:
+        engine_pod(group, index=0, epoch=0, defaults=defaults)
+    except OverlayError as error:
+        return str(error)
+    return ""
 
 
 def _going(seen: GroupView, training: Training) -> tuple[set[int], set[int]]:
@@ -176,6 +189,7 @@ def _look(
         listed=bool(pod and pod.url) and listed_anywhere(pod.url if pod else "", fleet.router_pods),
         acknowledged=acknowledged_everywhere(pod.url if pod else "", fleet.router_pods),
         outdated=not external and record.revision != revision,
+        initial_path=model_path(group, record.url),
         misfit=_misfit(group, record, probe, fleet),
     )
 
@@ -225,10 +239,18 @@ def _next(
                 "pod_uid": view.pod.uid,
                 "url": view.pod.url,
                 "retry_at": "",
+                **_heard(view, now),
                 "failures_in_row": 0 if view.serves else record.failures_in_row,
             }
         )
     return replace(view, record=record)
+
+
+def _heard(view: EngineView, now: datetime) -> dict[str, Any]:
+    if view.probe.answering:
+        return {"started": True, "silent_since": ""}
+    since = view.record.silent_since or (now.isoformat(timespec="seconds") if view.record.started else "")
+    return {"silent_since": since}
 
 
 def _external_next(view: EngineView) -> EngineView:
@@ -256,10 +278,15 @@ def _reborn(view: EngineView, record: EngineStatus) -> EngineView:
 
 
 def _pods(
-    seen: GroupView, engines: list[EngineView], peers: frozenset[str], defaults: Defaults, now: datetime
-) -> tuple[str, list[Action]]:
+    seen: GroupView,
+    engines: list[EngineView],
+    peers: frozenset[str],
+    defaults: Defaults,
+    now: datetime,
+    invalid: str,
+) -> list[Action]:
     if seen.group.spec.external is not None:
-        return "", []
+        return []
     actions: list[Action] = []
     keep = {pod.uid for view in engines for pod in view.pods}
     resting = {view.record.index for view in engines if waiting_for_retry(view.record, now)}
@@ -273,22 +300,15 @@ def _pods(
         if not evidence:  # the last failed pod stays for diagnosis until its successor starts
             actions.append(DeletePod(name=pod.name, uid=pod.uid))
     for view in engines:
-        if view.record.index in resting or view.record.pod_uid or view.outdated:
+        if invalid or view.record.index in resting or view.record.pod_uid or view.outdated:
             continue
-        for rank in sorted(set(range(seen.group.spec.own_engine.nodes)) - {pod.rank for pod in view.pods}):
-            try:
-                manifest = engine_pod(
-                    seen.group,
-                    index=view.record.index,
-                    epoch=view.record.epoch,
-                    rank=rank,
-                    peers=peers,
-                    defaults=defaults,
-                )
-            except OverlayError as error:
-                return str(error), actions
-            actions.append(CreatePod(manifest))
-    return "", actions
+        missing = set(range(seen.group.spec.own_engine.nodes)) - {pod.rank for pod in view.pods}
+        index, epoch = view.record.index, view.record.epoch
+        actions += [
+            CreatePod(engine_pod(seen.group, index=index, epoch=epoch, rank=rank, peers=peers, defaults=defaults))
+            for rank in sorted(missing)
+        ]
+    return actions
 
 
 def _with_phase(view: EngineView, fleet: Fleet, training: Training, now: datetime, invalid: str) -> EngineView:

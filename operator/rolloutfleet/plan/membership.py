@@ -87,6 +87,14 @@ def table_complete(router: RouterPod, membership: Membership) -> bool:
     )
 
 
+def serves(router: RouterPod, membership: Membership) -> bool:
+    """It had a complete table once, and knows at least some of what it should: an engine that joins takes no router
+    out of its Service, a router process that started anew does."""
+    return router.workers is not None and (
+        not membership.wanted or any(url in router.workers for url in membership.wanted)
+    )
+
+
 def deciding_routers(routers: Sequence[RouterPod]) -> list[RouterPod]:
     """Routers whose word counts: those that take traffic, or while none does, those that answer."""
     known = [router for router in routers if router.running and router.workers is not None]

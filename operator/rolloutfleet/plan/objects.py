@@ -31,7 +31,7 @@ from rolloutfleet.api.names import (
 from rolloutfleet.api.rollout_server import GroupSpec, RolloutServer
 from rolloutfleet.api.schema import Resource
 from rolloutfleet.api.server_group import ServerGroup, ServerGroupSpec
-from rolloutfleet.plan.actions import Action, Apply, DeleteObject
+from rolloutfleet.plan.actions import Action, Apply, DeleteObject, Emit
 from rolloutfleet.plan.engine_args import router_arguments
 from rolloutfleet.plan.observed import Fleet, canonical_url
 from rolloutfleet.plan.revision import digest
@@ -56,11 +56,13 @@ def child_actions(fleet: Fleet, defaults: Defaults, applied_generations: Mapping
     """Apply what differs from what is wanted, delete what is not wanted any more."""
     pairs = disaggregated(fleet.server, fleet.groups)
     wanted = {_key(manifest): manifest for manifest in wanted_children(fleet.server, defaults, pairs=pairs)}
-    actions: list[Action] = [
-        Apply(manifest)
-        for key, manifest in wanted.items()
-        if _differs(manifest, fleet.children.get(key), applied_generations.get(key))
-    ]
+    actions: list[Action] = []
+    for key, manifest in wanted.items():
+        found = fleet.children.get(key)
+        if _differs(manifest, found, applied_generations.get(key)):
+            actions.append(Apply(manifest))
+            if found is not None and _revision(found) == _revision(manifest):
+                actions.append(_put_back(fleet.server, key))
     actions += [
         DeleteObject(kind=key.split("/")[0], name=key.split("/")[1], uid=str(child["metadata"]["uid"]))
         for key, child in fleet.children.items()
@@ -88,13 +90,25 @@ def _key(manifest: Mapping[str, Any]) -> str:
 def _differs(wanted: Mapping[str, Any], found: Mapping[str, Any] | None, applied_generation: int | None) -> bool:
     if found is None:
         return True
-    annotations = found["metadata"].get("annotations") or {}
-    if annotations.get(ANNOTATION_REVISION) != wanted["metadata"]["annotations"][ANNOTATION_REVISION]:
+    if _revision(found) != _revision(wanted):
         return True
     if applied_generation is not None and found["metadata"].get("generation") == applied_generation:
         # Nobody edited it since our apply: what differs was changed by admission, and would be changed again.
         return False
     return not contains(found, wanted)
+
+
+def _revision(manifest: Mapping[str, Any]) -> str:
+    return str((manifest["metadata"].get("annotations") or {}).get(ANNOTATION_REVISION, ""))
+
+
+def _put_back(server: RolloutServer, key: str) -> Emit:
+    text = f"{key} was edited by somebody else and is put back: change RolloutServer {server.name} instead"
+    if key.startswith("ServerGroup/"):
+        text += ", and leave replicas out there if an autoscaler owns the count"
+    return Emit(
+        kind="RolloutServer", name=server.name, uid=server.uid, warning=True, reason="HandEditPutBack", message=text
+    )
 
 
 def contains(found: Any, wanted: Any) -> bool:

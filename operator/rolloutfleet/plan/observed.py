@@ -65,7 +65,7 @@ class EnginePod:
     @property
     def identity(self) -> str:
         """What one life of one engine has and no other ever: what agents' records name it by."""
-        return self.name if self.external else self.uid
+        return f"{self.group_uid}/{self.index}/{self.epoch}" if self.external else self.uid
 
     @property
     def ended(self) -> bool:
@@ -99,8 +99,9 @@ class EngineProbe:
     facts: EngineFacts | None = None
     encoders: frozenset[str] | None = None
     """URLs in the engine's table of encoders, if it keeps one."""
-    paired_with: frozenset[str] = frozenset()
-    """Peer pods (UIDs) that were there when a request last went through this engine and one of them."""
+    paired_with: frozenset[str] | None = None
+    """Peer pods (UIDs) that were there when a request last went through this engine and one of them, without those that
+    have left as planned; None if none ever did."""
     pair_failures: Mapping[str, int] = field(default_factory=dict)
     """Requests in a row that failed, by UID of the peer pod."""
     pair_error: str = ""
@@ -111,6 +112,10 @@ class EngineProbe:
 
     def pair_proved(self, peers: frozenset[str]) -> EngineProbe:
         return replace(self, paired_with=peers, pair_failures={}, pair_error="")
+
+    def peer_left(self, peer: str) -> EngineProbe:
+        """A peer that had finished its requests went: nothing between the two was cut off."""
+        return replace(self, paired_with=self.paired_with - {peer}) if self.paired_with is not None else self
 
     def pair_failed(self, peer: str, error: str) -> EngineProbe:
         failures = {**self.pair_failures, peer: self.pair_failures.get(peer, 0) + 1}

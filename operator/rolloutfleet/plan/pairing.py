@@ -91,9 +91,11 @@ def _pairing(view: EngineView, views: Sequence[EngineView]) -> Pairing:
     if view.role not in OTHER:
         return Pairing.PROVED
     there = {pod.uid for peer in views if peer.role == OTHER[view.role] for pod in peer.pods if pod.alive}
-    if view.probe.paired_with and view.probe.paired_with <= there:
+    if not there:
+        return Pairing.ALONE
+    if view.probe.paired_with is not None and view.probe.paired_with <= there:
         return Pairing.PROVED
-    return Pairing.UNPROVED if _partners(view, views) else Pairing.ALONE
+    return Pairing.UNPROVED if _partners(view, views) else Pairing.WAITING
 
 
 def _partners(view: EngineView, views: Sequence[EngineView]) -> list[EngineView]:
@@ -142,7 +144,10 @@ def _compatible(one: EngineView, other: EngineView) -> bool:
     if not one.outdated and not other.outdated:
         return True
     mine, theirs = one.pod, other.pod
-    return mine is not None and theirs is not None and (_meant_for(mine, theirs) or _meant_for(theirs, mine))
+    if mine is None or theirs is None:
+        return False
+    # Whoever runs an external engine has chosen what it works with.
+    return mine.external or theirs.external or _meant_for(mine, theirs) or _meant_for(theirs, mine)
 
 
 def _meant_for(pod: EnginePod, peer: EnginePod) -> bool:

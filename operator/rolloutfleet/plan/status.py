@@ -20,7 +20,7 @@ from rolloutfleet.api.server_group import EngineStatus, ServerGroup, ServerGroup
 from rolloutfleet.plan.actions import Action, Emit
 from rolloutfleet.plan.engines import EngineView, Weights
 from rolloutfleet.plan.groups import GroupPlan
-from rolloutfleet.plan.membership import Membership, table_complete
+from rolloutfleet.plan.membership import Membership, serves
 from rolloutfleet.plan.observed import Fleet
 from rolloutfleet.plan.training import Training
 
@@ -60,7 +60,7 @@ def group_status(plan: GroupPlan, training: Training, now: datetime) -> ServerGr
     if not plan.invalid and group.spec.role == "Placeholder" and reserved >= desired:
         ready = _condition("Ready", "True", "Reserved", f"{reserved}/{desired} placeholders hold their GPUs")
     elif plan.invalid:
-        ready = _condition("Ready", "False", "InvalidTemplate", plan.invalid)
+        ready = _condition("Ready", "True" if serving >= desired else "False", "InvalidTemplate", plan.invalid)
     elif serving >= desired:
         ready = _condition("Ready", "True", SERVING, f"{serving}/{desired} engines routable")
     else:
@@ -91,7 +91,7 @@ def server_status(
     server = fleet.server
     everything = plans
     plans = [(plan, status) for plan, status in plans if plan.group.spec.role != "Placeholder"]
-    complete = sum(bool(router.gate) and table_complete(router, membership) for router in fleet.router_pods)
+    complete = sum(bool(router.gate) and serves(router, membership) for router in fleet.router_pods)
     engines = [view for plan, _ in plans for view in plan.engines]
     desired = sum(plan.group.spec.replicas for plan, _ in plans)
     serving = sum(status.routable for _, status in plans)

@@ -354,6 +354,16 @@ def test_a_second_update_is_refused_while_one_runs_and_finish_waits_for_it(tmp_p
     play(tmp_path, story)
 
 
+def test_engines_with_the_committed_weights_take_part_whatever_else_keeps_them_from_serving(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        world.change_engine(0, phase="Stale", reason="PairUnproved", weightVersion=0)
+        world.change_engine(1, phase="Draining", reason="Draining", weightVersion=0)
+        result = await world.updater.update(wanted(world))
+        assert [verdict.pod for verdict in result.engines] == [world.engines[0].pod, world.engines[2].pod]
+
+    play(tmp_path, story, engines=3)
+
+
 def test_prefill_engines_go_on_before_decode_engines(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         order: list[str] = []

@@ -188,6 +188,21 @@ def test_case_and_a_slash_make_no_second_engine(written: str, canonical: str) ->
     assert world.server["status"]["engines"]["desired"] == 1
 
 
+def test_version_0_is_loaded_anew_from_where_that_engine_has_it() -> None:
+    world = World(external_server(ONE, modelPath="/mnt/model"))
+    world.checkpoints["/mnt/model"] = "sum-0"
+    world.start_outside(ONE, model="/mnt/model")
+    world.settle()
+    world.weights[f"external:{ONE}"] = ("7", "sum-of-another-run")
+    world.proofs.clear()
+    loads = []
+    for _ in range(6):
+        for action in world.plan():
+            loads += [action.path] if isinstance(action, CatchUp) else []
+            world.perform(action)
+    assert loads == ["/mnt/model"]
+
+
 def test_an_engine_that_is_behind_is_brought_up_to_date_only_out_of_the_routers() -> None:
     world = serving(ONE)
     world.begin_update(1)

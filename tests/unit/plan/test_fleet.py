@@ -255,6 +255,92 @@ def test_an_engine_that_never_answers_is_replaced_after_its_deadline_and_not_bef
     assert (failure["reason"], failure["pod"]) == ("StartupDeadlineExceeded", first)
 
 
+def test_one_missed_answer_ends_no_life_however_old_the_engine_is() -> None:
+    world = serving_world()
+    uid = world.uid(world.engine_names()[0])
+    world.now += timedelta(days=2)
+    world.silent.add(uid)
+    for _ in range(3):
+        for action in world.plan():
+            world.perform(action)
+        world.now += timedelta(seconds=3)
+    assert world.group_status()["engines"][0]["reason"] == "NotAnswering"
+    world.silent.clear()
+    world.settle()
+    assert world.group_status()["engines"][0]["restarts"] == 0
+    assert len(world.listed()) == 2
+
+
+def test_an_engine_that_stays_silent_is_replaced_in_the_end_and_its_silence_is_counted_anew_each_time() -> None:
+    world = serving_world()
+    uid = world.uid(world.engine_names()[0])
+
+    def quiet_for(seconds: int) -> None:
+        for _ in range(2):
+            for action in world.plan():
+                world.perform(action)
+            world.now += timedelta(seconds=seconds / 2)
+        for action in world.plan():
+            world.perform(action)
+
+    for _ in range(3):
+        world.silent.add(uid)
+        quiet_for(300)
+        world.silent.clear()
+        world.settle()
+    assert world.group_status()["engines"][0]["restarts"] == 0
+    world.silent.add(uid)
+    quiet_for(400)
+    record = world.group_status()["engines"][0]
+    assert (record["restarts"], record["lastFailure"]["reason"]) == (1, "NotAnswering")
+
+
+def test_an_engine_that_joins_takes_no_router_out_of_its_service() -> None:
+    world = serving_world(routers=2)
+    world.spec()["replicas"] = 4
+
+    def routers_stay() -> None:
+        assert set(world.router_gates.values()) == {True}
+        assert world.ready()[0] == "True"
+
+    world.settle(between=routers_stay)
+    assert len(world.listed()) == 4
+
+
+def test_a_template_that_cannot_be_applied_takes_no_engine_down() -> None:
+    world = serving_world(replicas=3)
+    before = world.engine_names()
+    world.spec()["template"] = {"spec": {"restartPolicy": "Always"}}
+    world.settle()
+    assert world.engine_names() == before
+    assert len(world.listed()) == 3
+    assert world.ready() == ("True", "InvalidTemplate")
+    condition = world.group_status()["conditions"][0]
+    assert (condition["status"], condition["reason"]) == ("True", "InvalidTemplate")
+
+
+def test_a_hand_edit_of_a_child_is_put_back_with_an_event() -> None:
+    world = serving_world()
+    world.children["ServerGroup/qwen-main"]["spec"]["replicas"] = 5
+    world.children["ServerGroup/qwen-main"]["metadata"]["generation"] += 1
+    world.events.clear()
+    world.settle()
+    assert world.children["ServerGroup/qwen-main"]["spec"]["replicas"] == 2
+    (event,) = [event for event in world.events if event.reason == "HandEditPutBack"]
+    assert "ServerGroup/qwen-main" in event.message
+    world.events.clear()
+    world.spec()["replicas"] = 3
+    world.settle()
+    assert not [event for event in world.events if event.reason == "HandEditPutBack"]
+
+
+def test_as_many_groups_as_the_schema_allows_fit_into_status() -> None:
+    groups = [{"name": f"g{index}", "replicas": 0, "engine": {"image": "engine:1"}} for index in range(16)]
+    world = World(rollout_server(groups=groups, external={"engines": [{"url": "http://10.9.0.1:30000"}]}))
+    world.settle()
+    assert len(world.server["status"]["groups"]) == 17
+
+
 def test_a_group_that_is_made_anew_inherits_no_verdict_from_pods_of_the_same_names() -> None:
     world = serving_world()
     world.commit(1, "/weights/v1", "sum-1")

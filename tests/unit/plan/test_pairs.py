@@ -84,6 +84,42 @@ def test_who_lost_a_peer_is_not_routable_until_a_request_went_through_it_again()
     assert len(world.listed()) == 4
 
 
+def test_a_prefill_whose_only_peer_is_gone_does_not_say_that_it_serves() -> None:
+    world = serving_pairs(1, 1)
+    world.spec("decode")["replicas"] = 0
+    world.settle()
+    (engine,) = world.group_status("prefill")["engines"]
+    assert (engine["phase"], engine["reason"]) == ("Stale", "NoPeer")
+    assert world.group_status("prefill")["routable"] == 0
+
+
+def test_a_peer_that_left_as_planned_makes_nobody_doubtful() -> None:
+    world = serving_pairs(2, 3)
+    world.spec("decode")["replicas"] = 2
+
+    def all_prefills_serve() -> None:
+        assert world.group_status("prefill")["routable"] == 2
+
+    world.settle(between=all_prefills_serve)
+    world.spec("decode")["engine"]["image"] = "engine:2"
+    world.settle(limit=120, between=all_prefills_serve)
+
+
+def test_an_external_prefill_goes_on_beside_a_change_of_our_own_decodes() -> None:
+    url = "http://10.9.0.1:30000"
+    server = rollout_server(groups=pair_server(1, 2)["spec"]["groups"], external={"engines": [{"url": url}]})
+    world = World(server)
+    world.start_outside(url, role="Prefill", bootstrap_port=8998)
+    world.settle()
+    world.spec("decode")["engine"]["image"] = "engine:2"
+
+    def stays() -> None:
+        assert url in world.listed()
+
+    world.settle(limit=120, between=stays)
+    assert len(world.listed()) == 4
+
+
 def test_a_prefill_that_stays_stuck_after_its_peer_died_is_replaced_with_a_reason() -> None:
     world = serving_pairs(1, 1)
     prefill = pods_of(world, "prefill")[0]

@@ -95,6 +95,8 @@ class World:
         self.running: dict[str, int] = {}
         """Requests in engines, by pod UID."""
         self.aborted: set[str] = set()
+        self.silent: set[str] = set()
+        """Engines that run and do not answer."""
         self.encoders: dict[str, set[str]] = {}
         """Tables of encoders, by UID of the language engine's pod."""
         self.drained: dict[str, str] = {}
@@ -139,7 +141,7 @@ class World:
         return [pod["metadata"]["uid"] for pod in self.pods.values()] + [*self.outside]
 
     def _probe(self, uid: str) -> EngineProbe:
-        if uid not in self.weights:
+        if uid not in self.weights or uid in self.silent:
             return EngineProbe(answering=False)
         label, _ = self.weights[uid]
         proof = self.proofs.get(uid, ("", "", ""))
@@ -244,6 +246,7 @@ class World:
                     self.aborted.add(uid)
                 if not self.running.get(uid):
                     self.drained[uid] = until
+                    self.pairs = {other: probe.peer_left(uid) for other, probe in self.pairs.items()}
             case RegisterEncoder(pod_uid=uid, table=table, url=url):
                 assert table == self.url(uid).replace(":30000", ":8997")
                 self.encoders.setdefault(uid, set()).add(url)
