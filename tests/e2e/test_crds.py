@@ -34,6 +34,14 @@ def pairs(prefill: dict[str, str], decode: dict[str, str], *others: str) -> list
     ]
 
 
+def shapes(prefill: dict[str, int], decode: dict[str, int]) -> list[dict[str, Any]]:
+    groups = pairs({}, {})
+    for group, shape in zip(groups, (prefill, decode), strict=True):
+        group["engine"] |= shape
+    return groups
+
+
+OUTSIDE = {"engines": [{"url": "http://10.0.0.5:30000"}]}
 TWO_OF_ONE_NAME = [{"name": "main", "engine": {"image": "i"}}] * 2
 REFUSED = [
     (server(group={"replicas": -1}), r"groups\[0\].replicas.*greater than or equal to 0"),
@@ -48,6 +56,16 @@ REFUSED = [
     (server(group={"drainTimeoutSeconds": -1}), "drainTimeoutSeconds.*greater than or equal to 0"),
     (server(group={"role": "Prefill"}), "role Prefill needs a group of role Decode"),
     (server(group={"role": "Decode"}), "Decode one of role Prefill"),
+    (server(groups=shapes({"tensorParallel": 4}, {"tensorParallel": 6})), "tensorParallel.*multiple of the other"),
+    (server(groups=shapes({}, {"pipelineParallel": 2})), "pipelineParallel of a Decode group must be 1"),
+    (server(group={"role": "Encoder"}), "role Encoder serves engines of a group of role Regular or Prefill"),
+    (server(group={"role": "Placeholder"}), "role Placeholder: runs no engine"),
+    (server(groups=[{"name": "main", "engine": {}}]), "engine.image: required"),
+    (server(external={"engines": []}), "external.engines.*at least 1 items"),
+    (server(external={"engines": [{"url": "https://a:1"}]}), r"external.engines\[0\].url"),
+    (server(external={"engines": [{"url": "http://fd00::5:1"}]}), r"external.engines\[0\].url"),
+    (server(external=OUTSIDE, groups=[{"name": "external", "engine": {"image": "i"}}]), "name external belongs to"),
+    (server("a" * 35, external=OUTSIDE, groups=[]), "metadata.name: with spec.external at most 34"),
     (server(groups=pairs({}, {}, "Regular")), "role Regular beside Prefill and Decode"),
     (server(groups=pairs({"page-size": "64"}, {})), r"engine.args\[page-size\] must be the same"),
     (server(groups=pairs({}, {"kv-cache-dtype": "fp8_e5m2"})), r"engine.args\[kv-cache-dtype\] must be the same"),
@@ -59,7 +77,7 @@ REFUSED = [
     (server(engine={"args": {"max-total-tokens": 8192}}), 'max-total-tokens.*must be of type string: "integer"'),
     (server(engine={"args": {"enable-metrics": True}}), 'enable-metrics.*must be of type string: "boolean"'),
     (server(groups=TWO_OF_ONE_NAME), r"groups\[1\].*Duplicate value|duplicate entries for key"),
-    (server(groups=[]), "groups.*should have at least 1 items"),
+    (server(groups=[]), "at least one group is needed, or external.engines"),
     (server("x" * 40), r"spec.groups\[\].name.*at most 43 characters"),
     (server("1base"), "metadata.name.*beginning with a letter"),
     (server("a.b"), "metadata.name.*beginning with a letter"),

@@ -90,6 +90,17 @@ def _equal_in_pairs(flag: str) -> Rule:
     )
 
 
+def _of_pairs(condition: str) -> str:
+    """CEL: what must hold of every Prefill group `p` and every Decode group `d`."""
+    return f"self.groups.all(p, p.role != 'Prefill' || self.groups.all(d, d.role != 'Decode' || ({condition})))"
+
+
+_TENSOR = ("p.engine.tensorParallel", "d.engine.tensorParallel")
+_SPLITS_ATTENTION = " || ".join(
+    f"'{flag}' in {group}.engine.args" for group in "pd" for flag in ("dp-size", "data-parallel-size", "attn-dp-size")
+)
+
+
 class RolloutServerSpec(Model):
     """What is wanted."""
 
@@ -119,6 +130,15 @@ class RolloutServerSpec(Model):
             "!self.groups.exists(g, g.role == 'Encoder') || "
             "self.groups.exists(g, g.role == 'Regular' || g.role == 'Prefill')",
             "groups: role Encoder serves engines of a group of role Regular or Prefill, and there is none",
+        ),
+        Rule(
+            _of_pairs(f"{_TENSOR[0]} % {_TENSOR[1]} == 0 || {_TENSOR[1]} % {_TENSOR[0]} == 0 || {_SPLITS_ATTENTION}"),
+            "groups: of engine.tensorParallel in Prefill and Decode groups one must be a multiple of the other: "
+            "SGLang hands the KV cache from whole ranks to whole ranks",
+        ),
+        Rule(
+            _of_pairs("d.engine.pipelineParallel == 1 || d.engine.pipelineParallel == p.engine.pipelineParallel"),
+            "groups: engine.pipelineParallel of a Decode group must be 1 or that of the Prefill groups (SGLang 0.5.23)",
         ),
         _equal_in_pairs("page-size"),
         _equal_in_pairs("kv-cache-dtype"),

@@ -141,6 +141,45 @@ def paired_groups(flag: str) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({"groups": st.lists(group, min_size=1, max_size=3)})
 
 
+shaped_groups = st.fixed_dictionaries(
+    {
+        "groups": st.lists(
+            st.fixed_dictionaries(
+                {
+                    "role": st.sampled_from(("Regular", "Prefill", "Decode")),
+                    "engine": st.fixed_dictionaries(
+                        {
+                            "tensorParallel": st.integers(1, 6),
+                            "pipelineParallel": st.integers(1, 3),
+                            "args": st.dictionaries(st.sampled_from(("attn-dp-size", "dp-size", "x")), st.just("2")),
+                        }
+                    ),
+                }
+            ),
+            min_size=1,
+            max_size=3,
+        )
+    }
+)
+
+
+def pairs_of(spec: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    by_role = {role: [g["engine"] for g in spec["groups"] if g["role"] == role] for role in ("Prefill", "Decode")}
+    return [(prefill, decode) for prefill in by_role["Prefill"] for decode in by_role["Decode"]]
+
+
+def tensors_pair(spec: dict[str, Any]) -> bool:
+    def fits(one: dict[str, Any], other: dict[str, Any]) -> bool:
+        small, large = sorted((one["tensorParallel"], other["tensorParallel"]))
+        return large % small == 0 or bool({"attn-dp-size", "dp-size"} & (one["args"].keys() | other["args"].keys()))
+
+    return all(fits(prefill, decode) for prefill, decode in pairs_of(spec))
+
+
+def pipelines_pair(spec: dict[str, Any]) -> bool:
+    return all(d["pipelineParallel"] in (1, p["pipelineParallel"]) for p, d in pairs_of(spec))
+
+
 def agree_on(flag: str, spec: dict[str, Any]) -> bool:
     paired = [group for group in spec["groups"] if group["role"] != "Regular"]
     return len({group["engine"]["args"].get(flag, "") for group in paired}) <= 1
@@ -170,6 +209,8 @@ TWINS = (
     Twin("engine.image: required", whole_groups, lambda g: "image" in g["engine"] or g["role"] == "Placeholder"),
     Twin("role Placeholder: runs no engine", whole_groups, placeholder_is_plain),
     Twin("role Encoder: SGLang's encoders", encoder_groups, encoder_is_plain),
+    Twin("groups: of engine.tensorParallel", shaped_groups, tensors_pair),
+    Twin("groups: engine.pipelineParallel of a Decode", shaped_groups, pipelines_pair),
     Twin("groups: role Encoder serves", role_groups, encoders_have_users),
     Twin(
         "groups: at least one group is needed", with_external, lambda spec: bool(spec["groups"]) or "external" in spec
