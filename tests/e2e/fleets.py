@@ -206,8 +206,8 @@ def paused(kubectl: Kubectl, pod: str) -> bool:
     return False
 
 
-def signal_engine(kubectl: Kubectl, pod: str, number: str) -> None:
-    """Send a signal to every process of SGLang in an engine's container."""
+def signal_engine(kubectl: Kubectl, pod: str, number: str, *, part: str = "sglang") -> None:
+    """Send a signal to every process of SGLang in an engine's container whose command line has `part` in it."""
     code = (
         "import os, pathlib, signal\n"
         "for process in pathlib.Path('/proc').glob('[0-9]*'):\n"
@@ -215,7 +215,7 @@ def signal_engine(kubectl: Kubectl, pod: str, number: str) -> None:
         "        words = (process / 'cmdline').read_bytes()\n"
         "    except OSError:\n"
         "        continue\n"
-        "    if int(process.name) != os.getpid() and b'sglang' in words:\n"
+        f"    if int(process.name) != os.getpid() and {part.encode()!r} in words:\n"
         f"        os.kill(int(process.name), signal.{number})\n"
     )
     kubectl("exec", pod, "--container=engine", "--", "python3", "-S", "-c", code)

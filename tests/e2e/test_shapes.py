@@ -22,6 +22,7 @@ from e2e.fleets import (
     ready,
     rollout_server,
     router_pods,
+    signal_engine,
     through_proxy,
     trainer_pod,
 )
@@ -149,11 +150,17 @@ def test_an_engine_of_two_pods_says_what_one_pod_says(space: Kubectl, expected: 
     assert tokens(Trainer(space, "trainer", "ranks")) == expected
 
 
-@pytest.mark.parametrize("rank", [1, 0])
-def test_when_either_pod_is_killed_both_come_back(space: Kubectl, expected: list[list[int]], rank: int) -> None:
+@pytest.mark.parametrize(("rank", "how"), [(1, "scheduler"), (0, "pod")])
+def test_when_either_pod_is_killed_both_come_back(
+    space: Kubectl, expected: list[list[int]], rank: int, how: str
+) -> None:
+    """Of the follower only its scheduler: the container and its dummy /health may go on as if nothing were."""
     before = pods(space, "ranks-main")
     victim = next(name for name in before if name.endswith(f"-r{rank}"))
-    space("delete", "pod", victim, "--grace-period=0", "--force")
+    if how == "pod":
+        space("delete", "pod", victim, "--grace-period=0", "--force")
+    else:
+        signal_engine(space, victim, "SIGKILL", part="scheduler")
     eventually(
         lambda: set(pods(space, "ranks-main")),
         60,

@@ -30,6 +30,7 @@ from rolloutfleet.plan.actions import (
     CatchUp,
     Continue,
     CreatePod,
+    CreatePodGroup,
     DeleteObject,
     DeletePod,
     Deregister,
@@ -96,6 +97,10 @@ class Executor:
                 await self._create_pod(key, action.manifest)
             case DeletePod():
                 await self._delete(kube.POD, key.namespace, action.name, action.uid, grace_seconds=EXIT_SECONDS)
+            case CreatePodGroup():
+                await self._create_pod_group(key, action.manifest)
+            case DeleteObject(kind="PodGroup"):
+                await self._delete_pod_group(key, action)
             case DeleteObject():
                 await self._delete(kube.by_kind(action.kind), key.namespace, action.name, action.uid)
             case SetGate():
@@ -224,6 +229,41 @@ class Executor:
             return
         failures.pop(name, None)
         self._store.upsert("Pod", created)
+
+    async def _create_pod_group(self, key: FleetKey, manifest: Mapping[str, Any]) -> None:
+        """No watch tells about PodGroups: the store learns of this one here, and the next plan makes its pods."""
+        name, owner = manifest["metadata"]["name"], manifest["metadata"]["ownerReferences"][0]["uid"]
+        resource = kube.by_kind(manifest["kind"], manifest["apiVersion"])
+        failures = self._store.create_failures.setdefault(key, {})
+        try:
+            try:
+                held = await self._api.create(resource, dict(manifest))
+            except kube.AlreadyExists:
+                held = await self._api.get(resource, name, namespace=key.namespace)
+        except kube.Unreachable:
+            raise
+        except kube.ApiError as error:
+            if "is being terminated" in error.message:
+                return  # the namespace goes, and everything in it
+            # Not only Forbidden and Invalid: a scheduler's webhook that is down must not stop the rest of the plan.
+            trouble = Trouble(f"PodGroup{error.reason or 'Refused'}", shorten(error.message))
+        else:
+            if owned_by(held, owner):
+                failures.pop(name, None)
+                self._store.upsert("PodGroup", held)
+                self._enqueue(key)
+                return
+            trouble = Trouble("NameTaken", f"PodGroup/{name} exists and is not of this ServerGroup")
+        if failures.get(name) != trouble:
+            failures[name] = trouble
+            self._enqueue(key)
+        self._enqueue_after(key, 10.0)
+
+    async def _delete_pod_group(self, key: FleetKey, action: DeleteObject) -> None:
+        await self._delete(kube.by_kind(action.kind, action.api_version), key.namespace, action.name, action.uid)
+        held = self._store.object(key, action.kind, action.name)
+        if held is not None and held["metadata"]["uid"] == action.uid:
+            self._store.remove(action.kind, held)
 
     async def _delete(
         self, resource: kube.Resource, namespace: str, name: str, uid: str, *, grace_seconds: int | None = None

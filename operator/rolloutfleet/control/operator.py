@@ -161,6 +161,27 @@ class Operator:
             for key in self.store.replace(watched.resource.kind, listed.items):
                 self.queue.add(key)
         self._listed_at = time.monotonic()
+        await self._look_for_gangs()
+
+    async def _look_for_gangs(self) -> None:
+        """Which PodGroups the cluster knows, and those of ours. They come and go with a scheduler that is not required,
+        so nothing watches them; and where this fails, what was known counts on."""
+        apis: set[str] = set()
+        found: list[kube.Object] = []
+        try:
+            for resource in kube.POD_GROUPS:
+                if await self._api.serves(resource.group, resource.version, resource.plural):
+                    listed = await self._api.list(resource, namespace=self._namespace, label_selector=OURS)
+                    apis.add(resource.api_version)
+                    found += listed.items
+        except kube.ApiError as error:
+            logger.warning("PodGroups not looked at: %s", error)
+            return
+        if apis != self.store.gang_apis:
+            logger.info("gang scheduling with %s", ", ".join(sorted(apis)) or "nothing")
+        self.store.gang_apis = frozenset(apis)
+        for key in self.store.replace("PodGroup", found):
+            self.queue.add(key)
 
     async def _resync_for_ever(self) -> None:
         while True:

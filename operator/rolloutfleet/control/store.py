@@ -37,6 +37,7 @@ from rolloutfleet.plan.observed import (
     canonical_url,
     engine_pod,
     external_uid,
+    pod_group,
     pod_url,
     router_pod,
 )
@@ -82,6 +83,8 @@ class FleetStore:
         self.create_failures: dict[FleetKey, dict[str, Trouble]] = {}
         self.catch_up_failures: dict[str, str] = {}
         self.applied_generations: dict[FleetKey, dict[str, int]] = {}
+        self.gang_apis: frozenset[str] = frozenset()
+        """apiVersions of the PodGroups that the cluster knows."""
 
     # What watches and lists bring
 
@@ -212,6 +215,7 @@ class FleetStore:
             for kind in CHILD_KINDS
         }
         pods = list(self._objects(key, "Pod").values())
+        group_uids = [child["metadata"]["uid"] for child in owned["ServerGroup"]]
         now = self._clock()
         return Fleet(
             server=server,
@@ -236,6 +240,12 @@ class FleetStore:
             catch_up_failures=self.catch_up_failures,
             lease=self._lease(key, owned["Lease"]),
             children={f"{kind}/{child['metadata']['name']}": child for kind in CHILD_KINDS for child in owned[kind]},
+            gang_apis=self.gang_apis,
+            pod_groups={
+                name: pod_group(body)
+                for name, body in self._objects(key, "PodGroup").items()
+                if any(owned_by(body, uid) for uid in group_uids)
+            },
         )
 
     def _objects(self, key: FleetKey, kind: str) -> dict[str, dict[str, Any]]:

@@ -34,6 +34,7 @@ from rolloutfleet.kube.resources import (
     LEASE,
     MUTATING_WEBHOOK,
     POD,
+    POD_GROUPS,
     ROLE,
     ROLE_BINDING,
     ROLLOUT_SERVER,
@@ -84,6 +85,14 @@ class KubeApi:
 
     async def get(self, resource: Resource, name: str, *, namespace: str | None = None) -> Object:
         return await self._request("GET", resource.path(namespace, name))
+
+    async def serves(self, group: str, version: str, plural: str) -> bool:
+        """Whether the cluster has such objects at all."""
+        try:
+            found = await self._request("GET", f"/apis/{group}/{version}")
+        except NotFound:
+            return False
+        return any(resource.get("name") == plural for resource in found.get("resources") or [])
 
     async def list(
         self,
@@ -255,6 +264,7 @@ __all__ = [
     "LEASE",
     "MUTATING_WEBHOOK",
     "POD",
+    "POD_GROUPS",
     "ROLE",
     "ROLE_BINDING",
     "ROLLOUT_SERVER",

@@ -45,6 +45,10 @@ MUTATING_WEBHOOK = Resource(
     "MutatingWebhookConfiguration",
     namespaced=False,
 )
+# Of schedulers that place pods all together or not at all; a cluster may have none of them.
+COSCHEDULING_POD_GROUP = Resource("scheduling.x-k8s.io", "v1alpha1", "podgroups", "PodGroup")
+VOLCANO_POD_GROUP = Resource("scheduling.volcano.sh", "v1beta1", "podgroups", "PodGroup")
+POD_GROUPS = (COSCHEDULING_POD_GROUP, VOLCANO_POD_GROUP)
 
 _ALL = (
     ROLLOUT_SERVER,
@@ -60,7 +64,9 @@ _ALL = (
     MUTATING_WEBHOOK,
 )
 _BY_KIND = {resource.kind: resource for resource in _ALL}
+_BY_API = {(resource.api_version, resource.kind): resource for resource in (*_ALL, *POD_GROUPS)}
 
 
-def by_kind(kind: str) -> Resource:
-    return _BY_KIND[kind]
+def by_kind(kind: str, api_version: str = "") -> Resource:
+    """`api_version` is needed for a kind that more than one API group has: PodGroup."""
+    return _BY_API[api_version, kind] if api_version else _BY_KIND[kind]

@@ -32,6 +32,13 @@ class CreatePod:
 
 
 @dataclass(frozen=True)
+class CreatePodGroup:
+    """Before the pods that carry its name: they are made once it is seen."""
+
+    manifest: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class DeletePod:
     name: str
     uid: str
@@ -44,6 +51,8 @@ class DeleteObject:
     kind: str
     name: str
     uid: str
+    api_version: str = ""
+    """Of a kind that more than one API group has: PodGroup."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +193,7 @@ Action = (
     Apply
     | ApplyStatus
     | CreatePod
+    | CreatePodGroup
     | DeletePod
     | DeleteObject
     | SetGate

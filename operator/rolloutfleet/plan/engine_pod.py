@@ -28,12 +28,14 @@ from rolloutfleet.api.names import (
     MANAGED_BY,
     PLACEHOLDER_PRIORITY_CLASS,
     RENDEZVOUS_PORT,
+    engine_name,
     engine_pod_name,
     ranks_service_name,
 )
 from rolloutfleet.api.server_group import ServerGroup, ServerGroupSpec
 from rolloutfleet.plan.engine_args import engine_arguments
 from rolloutfleet.plan.engine_env import CACHE_PATH, engine_environment
+from rolloutfleet.plan.gang import membership
 from rolloutfleet.plan.objects import Defaults, owner_reference
 from rolloutfleet.plan.overlay import OverlayError, merge
 from rolloutfleet.plan.revision import group_revision
@@ -58,12 +60,21 @@ SHM_VOLUME = "rolloutfleet-shm"
 
 
 def engine_pod(
-    group: ServerGroup, *, index: int, epoch: int, defaults: Defaults, rank: int = 0, peers: Iterable[str] = ()
+    group: ServerGroup,
+    *,
+    index: int,
+    epoch: int,
+    defaults: Defaults,
+    rank: int = 0,
+    peers: Iterable[str] = (),
+    gang: str = "",
 ) -> dict[str, Any]:
     """The pod manifest. Raises OverlayError when the template cannot be applied; the text names the field.
 
     `peers`: revisions of the other role's groups that a prefill or decode engine is meant to work with.
+    `gang`: apiVersion of the PodGroup that the pods of this life are in.
     """
+    gang_labels, gang_annotations = membership(gang, engine_name(group.name, index, epoch))
     labels = {
         LABEL_SERVER: group.spec.server,
         LABEL_COMPONENT: COMPONENT_ENGINE,
@@ -75,6 +86,7 @@ def engine_pod(
         LABEL_EPOCH: str(epoch),
         LABEL_RANK: str(rank),
         LABEL_MANAGED_BY: MANAGED_BY,
+        **gang_labels,
     }
     template = {"metadata": {"labels": {}, "annotations": {}}, "spec": _pod_spec(group, index, epoch, rank, defaults)}
     overlay = group.spec.template or {}
@@ -86,6 +98,7 @@ def engine_pod(
         ANNOTATION_REVISION: group_revision(group.spec),
         ANNOTATION_NODES: str(group.spec.own_engine.nodes),
         ANNOTATION_PEERS: ",".join(sorted(peers)),
+        **gang_annotations,
     }
     return {
         "apiVersion": "v1",

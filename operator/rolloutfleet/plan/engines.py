@@ -219,7 +219,7 @@ def phase_of(view: EngineView, fleet: Fleet, training: Training, now: datetime) 
             return EnginePhase.FAILED, record.last_failure.reason, record.last_failure.message
         lives = engine_name(view.group, record.index, record.epoch)
         for name, refused in fleet.create_failures.items():
-            if name.startswith(f"{lives}-r"):
+            if name == lives or name.startswith(f"{lives}-r"):  # its PodGroup or a pod of it
                 return EnginePhase.PENDING, refused.reason, refused.message
         return EnginePhase.PENDING, "PodNotCreated", ""
     scheduled = all(pod.scheduled for pod in view.pods)
@@ -228,6 +228,10 @@ def phase_of(view: EngineView, fleet: Fleet, training: Training, now: datetime) 
             phase = EnginePhase.STARTING if scheduled else EnginePhase.PENDING
             message = held_up.trouble.message if len(view.pods) == 1 else f"{held_up.name}: {held_up.trouble.message}"
             return phase, held_up.trouble.reason, message
+    if not scheduled and pod.gang:
+        placed = sum(pod.scheduled for pod in view.pods)
+        text = f"{placed} of {len(view.pods)} pods are scheduled; the scheduler places all or none"
+        return EnginePhase.PENDING, "GangPending", text
     if not scheduled:
         return EnginePhase.PENDING, "NotScheduled", ""
     if pod.identity in training.memory_held:

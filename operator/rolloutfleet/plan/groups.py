@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from rolloutfleet.api.common import EnginePhase
+from rolloutfleet.api.names import engine_name
 from rolloutfleet.api.server_group import EngineStatus, Failure, MeasuredWeights, ServerGroup
-from rolloutfleet.plan.actions import Action, CreatePod, DeletePod
+from rolloutfleet.plan.actions import Action, CreatePod, CreatePodGroup, DeleteObject, DeletePod
 from rolloutfleet.plan.changes import drain_until, drained, engines_wanted, free_indexes, outdated_to_replace, surplus
 from rolloutfleet.plan.engine_pod import engine_pod
 from rolloutfleet.plan.engines import (
@@ -30,6 +32,7 @@ from rolloutfleet.plan.engines import (
 )
 from rolloutfleet.plan.epochs import Epochs
 from rolloutfleet.plan.external import external_pod, external_records, misfit, model_path, wanted_urls
+from rolloutfleet.plan.gang import gang_api, pod_group
 from rolloutfleet.plan.membership import acknowledged_everywhere, listed_anywhere
 from rolloutfleet.plan.objects import Defaults, disaggregated
 from rolloutfleet.plan.observed import EnginePod, EngineProbe, Fleet, external_uid
@@ -109,7 +112,7 @@ def plan_group(
             continue  # its record goes, and with it its pods
         engines.append(_next(view, seen, peers, training, now))
 
-    pod_actions = _pods(seen, engines, peer_revisions(group.spec.role, fleet.groups), defaults, now, invalid)
+    pod_actions = _pods(seen, engines, fleet, defaults, now, invalid) + _finished_gangs(seen, engines, fleet)
     engines = [_with_phase(view, fleet, training, now, invalid) for view in engines]
     return GroupPlan(
         group=group,
@@ -280,7 +283,7 @@ def _reborn(view: EngineView, record: EngineStatus) -> EngineView:
 def _pods(
     seen: GroupView,
     engines: list[EngineView],
-    peers: frozenset[str],
+    fleet: Fleet,
     defaults: Defaults,
     now: datetime,
     invalid: str,
@@ -299,16 +302,33 @@ def _pods(
         evidence = pod.ended and newest_ended.get(pod.index) == pod.epoch
         if not evidence:  # the last failed pod stays for diagnosis until its successor starts
             actions.append(DeletePod(name=pod.name, uid=pod.uid))
+    peers = peer_revisions(seen.group.spec.role, fleet.groups)
     for view in engines:
-        if invalid or view.record.index in resting or view.record.pod_uid or view.outdated:
+        if invalid or view.record.index in resting or view.outdated:
+            continue
+        index, epoch = view.record.index, view.record.epoch
+        # A gang is of one kind: pods that are missing are made like those that exist, whatever the cluster has by now.
+        gang = view.pods[0].gang if view.pods else gang_api(seen.group.spec, fleet.gang_apis)
+        manifest = partial(engine_pod, seen.group, index=index, epoch=epoch, peers=peers, defaults=defaults, gang=gang)
+        if gang in fleet.gang_apis and engine_name(seen.group.name, index, epoch) not in fleet.pod_groups:
+            actions.append(CreatePodGroup(pod_group(manifest(), gang)))
+            continue  # Volcano refuses pods whose PodGroup it does not find
+        if view.record.pod_uid:
             continue
         missing = set(range(seen.group.spec.own_engine.nodes)) - {pod.rank for pod in view.pods}
-        index, epoch = view.record.index, view.record.epoch
-        actions += [
-            CreatePod(engine_pod(seen.group, index=index, epoch=epoch, rank=rank, peers=peers, defaults=defaults))
-            for rank in sorted(missing)
-        ]
+        actions += [CreatePod(manifest(rank=rank)) for rank in sorted(missing)]
     return actions
+
+
+def _finished_gangs(seen: GroupView, engines: Sequence[EngineView], fleet: Fleet) -> list[Action]:
+    """PodGroups of lives that are over and of which no pod is left."""
+    lives = {(view.record.index, view.record.epoch) for view in engines}
+    lives |= {(pod.index, pod.epoch) for pod in seen.pods}
+    return [
+        DeleteObject(kind="PodGroup", name=gang.name, uid=gang.uid, api_version=gang.api_version)
+        for gang in fleet.pod_groups.values()
+        if gang.group_uid == seen.group.uid and (gang.index, gang.epoch) not in lives and not gang.deleting
+    ]
 
 
 def _with_phase(view: EngineView, fleet: Fleet, training: Training, now: datetime, invalid: str) -> EngineView:

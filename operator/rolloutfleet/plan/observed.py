@@ -31,6 +31,7 @@ from rolloutfleet.api.names import (
 from rolloutfleet.api.rollout_server import RolloutServer
 from rolloutfleet.api.server_group import ServerGroup
 from rolloutfleet.plan.failures import Trouble, pod_trouble
+from rolloutfleet.plan.gang import gang_of_pod
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class EnginePod:
     trouble: Trouble | None
     gate: bool | None
     """The Routable condition as it stands; None if never set."""
+    gang: str = ""
+    """apiVersion of the PodGroup by which it is placed together with its engine's other pods; empty if in none."""
     external: bool = False
     """Stands for an engine that somebody else runs: there is no pod."""
 
@@ -156,6 +159,19 @@ class RouterPod:
 
 
 @dataclass(frozen=True)
+class PodGroup:
+    """What tells a scheduler that the pods of one life of an engine are to be placed together."""
+
+    name: str
+    uid: str
+    api_version: str
+    group_uid: str
+    index: int
+    epoch: int
+    deleting: bool
+
+
+@dataclass(frozen=True)
 class LeaseView:
     """The Lease of the fleet's trainer, judged by our own clock."""
 
@@ -180,12 +196,16 @@ class Fleet:
     busy: Mapping[str, str] = field(default_factory=dict)
     """Work in progress on an engine (verify, catch-up, continue), by pod UID."""
     create_failures: Mapping[str, Trouble] = field(default_factory=dict)
-    """Why the API server last refused a pod, by pod name, or why another object cannot be made, by `Kind/name`."""
+    """Why the API server last refused a pod or its PodGroup, by name, or another object, by `Kind/name`."""
     catch_up_failures: Mapping[str, str] = field(default_factory=dict)
     """Why the last catch-up failed, by pod UID."""
     lease: LeaseView = LeaseView()
     children: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Other owned objects by `Kind/name`: Deployment, Service, Role, RoleBinding."""
+    gang_apis: frozenset[str] = frozenset()
+    """apiVersions of the PodGroups that the cluster knows."""
+    pod_groups: Mapping[str, PodGroup] = field(default_factory=dict)
+    """Ours, by name."""
 
 
 def engine_pod(pod: Mapping[str, Any]) -> EnginePod:
@@ -208,6 +228,21 @@ def engine_pod(pod: Mapping[str, Any]) -> EnginePod:
         deleting=bool(metadata.get("deletionTimestamp")),
         trouble=pod_trouble(pod),
         gate=_condition(status, GATE_ROUTABLE),
+        gang=gang_of_pod(metadata),
+    )
+
+
+def pod_group(body: Mapping[str, Any]) -> PodGroup:
+    metadata = body["metadata"]
+    labels = metadata.get("labels") or {}
+    return PodGroup(
+        name=metadata["name"],
+        uid=metadata["uid"],
+        api_version=body["apiVersion"],
+        group_uid=labels.get(LABEL_GROUP_UID, ""),
+        index=int(labels.get(LABEL_ENGINE_INDEX, -1)),
+        epoch=int(labels.get(LABEL_EPOCH, 0)),
+        deleting=bool(metadata.get("deletionTimestamp")),
     )
 
 

@@ -29,6 +29,7 @@ WAITING_REASONS = frozenset(
     {
         "PodNotCreated",
         "NotScheduled",
+        "GangPending",
         "Loading",
         "WeightsUnproved",
         "NotRegistered",

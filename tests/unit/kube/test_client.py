@@ -232,6 +232,27 @@ def test_objects_are_found_where_the_api_has_them() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ((200, {"kind": "APIResourceList", "resources": [{"name": "podgroups/status"}, {"name": "podgroups"}]}), True),
+        ((200, {"kind": "APIResourceList", "resources": [{"name": "elasticquotas"}]}), False),
+        ((200, {"kind": "APIResourceList"}), False),
+        (status(404, "NotFound"), False),
+        ((404, "404 page not found"), False),
+    ],
+)
+def test_what_the_cluster_does_not_have_is_no_error(reply: tuple[int, Any], expected: bool) -> None:
+    server = Server(reply)
+    assert ask(server, lambda api: api.serves("scheduling.x-k8s.io", "v1alpha1", "podgroups")) is expected
+    assert server.asked == [("GET", "/apis/scheduling.x-k8s.io/v1alpha1")]
+
+
+def test_what_could_not_be_asked_is_not_taken_for_an_answer(pauses: list[float]) -> None:
+    with pytest.raises(ApiError):
+        ask(Server(status(503, "ServiceUnavailable")), lambda api: api.serves("g", "v1", "things"))
+
+
 def test_a_list_is_read_in_chunks_to_its_end() -> None:
     server = Server(
         (200, {"metadata": {"continue": "more", "resourceVersion": "8"}, "items": [{"n": 1}]}),

@@ -21,6 +21,7 @@ from rolloutfleet.plan.actions import (
     CatchUp,
     Continue,
     CreatePod,
+    CreatePodGroup,
     DeleteObject,
     DeletePod,
     Deregister,
@@ -44,6 +45,7 @@ from rolloutfleet.plan.observed import (
     engine_pod,
     external_uid,
     is_external,
+    pod_group,
     router_pod,
 )
 from rolloutfleet.plan.revision import group_revision
@@ -85,6 +87,8 @@ class World:
         self.events: list[Emit] = []
         self.writes = 0
         self.created: list[str] = []
+        self.gang_apis: frozenset[str] = frozenset()
+        self.pod_groups: dict[str, dict[str, Any]] = {}
         self.recorded: set[str] = set()
         """Pods that status has named with their UID: only those can be known to an agent."""
         self._serial = 0
@@ -135,6 +139,8 @@ class World:
             },
             lease=self.lease,
             children=self.children,
+            gang_apis=self.gang_apis,
+            pod_groups={name: pod_group(body) for name, body in self.pod_groups.items()},
         )
 
     def _engines(self) -> list[str]:
@@ -205,8 +211,13 @@ class World:
                 self.recorded |= {engine["pod"] for engine in status["engines"] if engine["podUid"]}
             case CreatePod(manifest=manifest):
                 self._create(copy.deepcopy(dict(manifest)))
+            case CreatePodGroup(manifest=manifest):
+                self._create_pod_group(copy.deepcopy(dict(manifest)))
             case DeletePod(name=name, uid=uid):
                 self.delete_pod(name, uid)
+            case DeleteObject(kind="PodGroup", name=name):
+                assert not self._gang(name), f"{name} is deleted before its pods"
+                del self.pod_groups[name]
             case DeleteObject(kind=kind, name=name):
                 self._vanished(f"{kind}/{name}")
             case SetGate(pod=pod, routable=routable):
@@ -299,10 +310,28 @@ class World:
         if name in self.pods:
             return
         assert name not in self.recorded, f"{name} is created a second time: an epoch was used twice"
+        seen = engine_pod({**manifest, "metadata": {**manifest["metadata"], "uid": ""}})
+        assert not seen.gang or name.rpartition("-")[0] in self.pod_groups, f"{name} is created before its PodGroup"
         self.created.append(name)
         manifest["metadata"]["uid"] = self._uid()
         manifest["status"] = {"phase": "Pending", "conditions": []}
         self.pods[name] = manifest
+
+    def _create_pod_group(self, manifest: dict[str, Any]) -> None:
+        name = manifest["metadata"]["name"]
+        if name not in self.pod_groups:
+            assert manifest["apiVersion"] in self.gang_apis, f"{name}: no such API here"
+            manifest["metadata"]["uid"] = self._uid()
+            self.pod_groups[name] = manifest
+
+    def _gang(self, name: str) -> list[dict[str, Any]]:
+        """Pods of a PodGroup."""
+        return [pod for key, pod in self.pods.items() if key.rpartition("-")[0] == name and engine_pod(pod).gang]
+
+    def _placed(self, pod: dict[str, Any]) -> bool:
+        """Whether the scheduler places a pod: one of a gang only when all of them are there."""
+        name = pod["metadata"]["name"].rpartition("-")[0]
+        return not engine_pod(pod).gang or len(self._gang(name)) >= self.pod_groups[name]["spec"]["minMember"]
 
     def _vanished(self, key: str) -> None:
         """Names of a group that is gone may come again, under other UIDs."""
@@ -311,6 +340,7 @@ class World:
             for pod in [pod for pod in self.pods.values() if engine_pod(pod).group_uid == uid]:
                 self.delete_pod(pod["metadata"]["name"])
             self.recorded = {name for name in self.recorded if not name.startswith(key.split("/")[1])}
+            self.pod_groups = {name: body for name, body in self.pod_groups.items() if pod_group(body).group_uid != uid}
         del self.children[key]
 
     def delete_pod(self, name: str, uid: str = "") -> None:
@@ -339,7 +369,7 @@ class World:
         """Pending pods are scheduled and start; an engine loads the model's checkpoint when all its ranks run."""
         for pod in self.pods.values():
             serial, status = int(pod["metadata"]["uid"].split("-")[1]), pod["status"]
-            if status["phase"] == "Pending":
+            if status["phase"] == "Pending" and self._placed(pod):
                 status["phase"] = "Running"
                 status["podIP"] = f"10.0.{serial // 250}.{serial % 250 + 1}"
                 status["conditions"].append({"type": "PodScheduled", "status": "True"})

@@ -1,0 +1,81 @@
+"""Runs in an engine's pod in place of SGLang, where no model of the needed kind runs on a CPU: encoders and the
+language engines beside them. It is handed SGLang's arguments and speaks the part of SGLang's HTTP API that the operator
+uses.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+FLAGS = sys.argv[1:]
+ENCODER = "--encoder-only" in FLAGS
+ENCODERS: list[str] = []
+
+
+def value(flag: str) -> str:
+    return FLAGS[FLAGS.index(flag) + 1]
+
+
+class Handler(BaseHTTPRequestHandler):
+    def answer(self, body: Any, status: int = 200) -> None:
+        text = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def sent(self) -> dict[str, Any]:
+        body: dict[str, Any] = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        return body
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+class Engine(Handler):
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path == "/health" or (path in ("/ping", "/ready") and not ENCODER):
+            self.answer({})
+        elif path == "/model_info" and not ENCODER:
+            self.answer({"model_path": value("--model-path"), "weight_version": value("--weight-version")})
+        elif path == "/server_info" and not ENCODER:
+            self.answer({"disaggregation_mode": "null", "tp_size": 1, "pp_size": 1, "version": "stand-in"})
+        elif path == "/v1/loads" and not ENCODER:
+            self.answer({"loads": []})
+        else:
+            self.answer({"error": path}, 404)
+
+    def do_POST(self) -> None:
+        self.sent()
+        if self.path == "/weights_checker" and not ENCODER:
+            self.answer({"success": True, "per_engine_checksum": "of-" + value("--model-path")})
+        else:
+            self.answer({"error": self.path}, 404)
+
+
+class Table(Handler):
+    def do_GET(self) -> None:
+        self.answer({"encoder_urls": ENCODERS})
+
+    def do_POST(self) -> None:
+        url = self.sent()["url"]
+        if url not in ENCODERS:
+            ENCODERS.append(url)
+        self.answer("OK")
+
+    def do_DELETE(self) -> None:
+        url = self.sent()["url"]
+        if url in ENCODERS:
+            ENCODERS.remove(url)
+        self.answer("OK")
+
+
+if "--language-only" in FLAGS:
+    port = int(value("--encoder-bootstrap-port"))
+    threading.Thread(target=ThreadingHTTPServer(("", port), Table).serve_forever, daemon=True).start()
+ThreadingHTTPServer(("", int(value("--port"))), Engine).serve_forever()
