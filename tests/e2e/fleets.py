@@ -13,7 +13,7 @@ from e2e.support import Kubectl, KubectlError, eventually
 SHARED = "/var/lib/rolloutfleet-cluster/shared"
 ENGINE_IMAGE = "localhost/rolloutfleet/engine-cpu:dev"
 TRAINER_IMAGE = "localhost/rolloutfleet/trainer-example:dev"
-START_SECONDS = 240.0
+START_SECONDS = 420.0
 
 CPU_ARGUMENTS = {
     "device": "cpu",

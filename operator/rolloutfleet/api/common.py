@@ -22,8 +22,12 @@ OWNED_ENGINE_ARGS = (
     "disaggregation-mode",
     "dist-init-addr",
     "enable-memory-saver",
+    "encoder-bootstrap-port",
     "encoder-only",
+    "encoder-register-urls",
+    "encoder-urls",
     "host",
+    "language-only",
     "model-path",
     "nnodes",
     "node-rank",
@@ -81,7 +85,7 @@ EngineArguments = Annotated[
     *_argument_rules(
         OWNED_ENGINE_ARGS,
         "engine.args",
-        "use engine.tensorParallel, engine.pipelineParallel, engine.nodes, offload, model",
+        "use engine.tensorParallel, engine.pipelineParallel, engine.nodes, role, offload, model",
     ),
 ]
 EngineEnvironment = Annotated[

@@ -18,10 +18,13 @@ import httpx
 import kopf
 
 from rolloutfleet.api.names import COMPONENT_TRAINER, LABEL_COMPONENT, LABEL_MANAGED_BY, MANAGED_BY
+from rolloutfleet.control.engine_work import EngineWork
 from rolloutfleet.control.executor import Executor
+from rolloutfleet.control.object_writer import ObjectWriter
 from rolloutfleet.control.probes import Prober
 from rolloutfleet.control.reconcile import Reconciler
 from rolloutfleet.control.store import FleetKey, FleetStore, component_of
+from rolloutfleet.control.tables import Tables
 from rolloutfleet.control.trainers import TrainerPods
 from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.engine.sglang import EncoderClient, EncoderTable, EngineClient
@@ -88,16 +91,27 @@ class Operator:
             encoder_table=self._encoder_table,
             monotonic=time.monotonic,
         )
+        self._engines = EngineWork(
+            api=api, store=self.store, prober=prober, engine=self._engine, enqueue=self.queue.add
+        )
         self._executor = Executor(
-            api=api,
-            store=self.store,
-            prober=prober,
-            enqueue=self.queue.add,
-            enqueue_after=self.queue.add_after,
-            engine=self._engine,
-            router=self._router,
-            encoder_table=self._encoder_table,
-            clock=now,
+            objects=ObjectWriter(
+                api=api,
+                store=self.store,
+                enqueue=self.queue.add,
+                enqueue_after=self.queue.add_after,
+                clock=now,
+            ),
+            tables=Tables(
+                api=api,
+                store=self.store,
+                prober=prober,
+                router=self._router,
+                encoder_table=self._encoder_table,
+                enqueue_after=self.queue.add_after,
+                clock=now,
+            ),
+            engines=self._engines,
         )
         self._reconciler = Reconciler(
             store=self.store, executor=self._executor, queue=self.queue, defaults=defaults, clock=now
@@ -130,7 +144,7 @@ class Operator:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._executor.close()
+        await self._engines.close()
         await self._http.aclose()
         await self._api.close()
 

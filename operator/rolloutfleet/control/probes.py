@@ -136,9 +136,12 @@ class Prober:
 
     async def _look_at_encoder(self, target: Target) -> bool:
         before = self._store.probes.get(target.uid)
-        healthy = await _flag(self._encoder(target.url).healthy())
-        self._remember(target, before, EngineProbe(answering=healthy, facts=ENCODER_FACTS))
-        return healthy
+        if await _flag(self._encoder(target.url).healthy()):
+            after = EngineProbe(answering=True, facts=ENCODER_FACTS)
+        else:
+            after = _missed(before, target)
+        self._remember(target, before, after)
+        return after.answering
 
     async def _encoders(self, target: Target) -> frozenset[str] | None:
         if not target.language_only:
@@ -176,11 +179,12 @@ class Prober:
 def _missed(before: EngineProbe | None, target: Target) -> EngineProbe:
     """Whoever answers next at this address may be another process: only what is read from then on counts.
 
-    A pod that is not ours to watch is given one more look: that it ends cannot be seen otherwise.
+    Where a missed look takes an engine out of tables at once, it is given one more: of an external engine no pod tells
+    that it has ended, and an encoder answers by encoding, which waits for others.
     """
     if before is None:
         return EngineProbe(answering=False)
-    if target.external and before.answering and before.misses == 0:
+    if (target.external or target.encoder) and before.answering and before.misses == 0:
         return replace(before, misses=1)
     return replace(before, answering=False, misses=0, facts=None, checksum="", read_under="", loaded_under="")
 

@@ -8,7 +8,8 @@ from datetime import datetime
 
 from pydantic import ValidationError
 
-from rolloutfleet.control.executor import Executor, Stop
+from rolloutfleet.control.executor import Executor
+from rolloutfleet.control.freshness import Stop
 from rolloutfleet.control.store import FleetKey, FleetStore
 from rolloutfleet.kube.client import ApiError
 from rolloutfleet.kube.queue import WorkQueue
@@ -49,7 +50,7 @@ class Reconciler:
         actions = plan_fleet(
             fleet,
             defaults=self._defaults,
-            applied_generations=self._store.applied_generations.get(key, {}),
+            applied_versions=self._store.applied_versions.get(key, {}),
             now=self._clock(),
         )
 

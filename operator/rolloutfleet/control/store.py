@@ -82,7 +82,7 @@ class FleetStore:
         self.busy: dict[str, str] = {}
         self.create_failures: dict[FleetKey, dict[str, Trouble]] = {}
         self.catch_up_failures: dict[str, str] = {}
-        self.applied_generations: dict[FleetKey, dict[str, int]] = {}
+        self.applied_versions: dict[FleetKey, dict[str, str]] = {}
         self.gang_apis: frozenset[str] = frozenset()
         """apiVersions of the PodGroups that the cluster knows."""
 
@@ -150,7 +150,7 @@ class FleetStore:
             self._fleets.pop(key, None)
             self._lease_renewals.pop(key, None)
             self.create_failures.pop(key, None)
-            self.applied_generations.pop(key, None)
+            self.applied_versions.pop(key, None)
 
     def _renewed(self, key: FleetKey, held: Mapping[str, Any] | None, body: Mapping[str, Any]) -> FleetKey | None:
         """Renewals come every few seconds and change nothing; a new holder does. Expiry runs by our own clock."""

@@ -33,8 +33,6 @@ MULTI_VALUE_FLAGS = frozenset(
         "cuda-graph-bs-prefill",
         "custom-weight-loader",
         "debug-tensor-dump-layers",
-        "encoder-register-urls",
-        "encoder-urls",
         "flashinfer-autotune-skip-ops",
         "gc-threshold",
         "generation-tokens-buckets",

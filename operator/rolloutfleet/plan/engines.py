@@ -153,7 +153,7 @@ def started_at(pods: tuple[EnginePod, ...]) -> datetime | None:
 
 
 HARMLESS_ENDS = frozenset(
-    {"PodDeleted", "MemoryUnknown", "Evicted", "Preempting", "TerminationByKubelet", "NodeShutdown"}
+    {"PodDeleted", "MemoryUnknown", "Evicted", "Preempting", "TerminationByKubelet", "NodeShutdown", "Terminated"}
 )
 """Ends that say nothing against the engine: the next life begins at once and no backoff grows."""
 
@@ -240,12 +240,17 @@ def phase_of(view: EngineView, fleet: Fleet, training: Training, now: datetime) 
         if pod.external:
             return EnginePhase.STARTING, "NotAnswering", f"no answer at {pod.url}; it is not ours to restart"
         if record.started:
-            return EnginePhase.STARTING, "NotAnswering", f"no answer on /ping since {record.silent_since}"
+            return (
+                EnginePhase.STARTING,
+                "NotAnswering",
+                f"no answer since {record.silent_since}, although its container runs",
+            )
         return EnginePhase.STARTING, "Loading", "SGLang does not answer yet"
     if view.leaving:
         return EnginePhase.DRAINING, "Draining", f"out of the routers; running requests have until {record.drain_until}"
     if training.held and view.role != "Encoder":
-        return EnginePhase.HELD, "TrainerUpdates", "the trainer updates the fleet"
+        doing = "updates the fleet" if training.updating else "has released memory of the fleet"
+        return EnginePhase.HELD, "TrainerHolds", f"the trainer {doing}"
     reason, message = _unready(view, fleet, training)
     return (EnginePhase.STALE if reason else EnginePhase.SERVING), reason, message
 

@@ -40,9 +40,7 @@ DRAIN_LOOKS = timedelta(seconds=1)
 """How often an engine that finishes its requests is looked at."""
 
 
-def plan_fleet(
-    fleet: Fleet, *, defaults: Defaults, applied_generations: Mapping[str, int], now: datetime
-) -> list[Action]:
+def plan_fleet(fleet: Fleet, *, defaults: Defaults, applied_versions: Mapping[str, str], now: datetime) -> list[Action]:
     if fleet.server.metadata.get("deletionTimestamp"):
         return []  # owner references take everything with it
     training = training_of(fleet, now)
@@ -53,7 +51,7 @@ def plan_fleet(
     engines = [view for plan in plans for view in plan.engines]
     membership = membership_of(engines, training)
 
-    actions = child_actions(fleet, defaults, applied_generations)
+    actions = child_actions(fleet, defaults, applied_versions)
     tables = table_actions(fleet.router_pods, membership, training)
     actions += [action for action in tables if isinstance(action, Deregister)]
 

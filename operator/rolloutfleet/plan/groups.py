@@ -335,7 +335,8 @@ def _with_phase(view: EngineView, fleet: Fleet, training: Training, now: datetim
     phase, reason, message = phase_of(view, fleet, training, now)
     if invalid and view.pod is None:
         phase, reason, message = EnginePhase.PENDING, "InvalidTemplate", invalid
-    version = training.version if view.weights is Weights.CURRENT and view.pod is not None else None
+    holds = view.weights is Weights.CURRENT and view.pod is not None and view.role != "Encoder"
+    version = training.version if holds else None
     record = view.record.model_copy(
         update={"phase": phase, "reason": reason, "message": message, "weight_version": version}
     )

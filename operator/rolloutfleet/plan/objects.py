@@ -52,14 +52,14 @@ class Defaults:
 CHILD_KINDS = ("ServerGroup", "Deployment", "Service", "Role", "RoleBinding", "Lease")
 
 
-def child_actions(fleet: Fleet, defaults: Defaults, applied_generations: Mapping[str, int]) -> list[Action]:
+def child_actions(fleet: Fleet, defaults: Defaults, applied_versions: Mapping[str, str]) -> list[Action]:
     """Apply what differs from what is wanted, delete what is not wanted any more."""
     pairs = disaggregated(fleet.server, fleet.groups)
     wanted = {_key(manifest): manifest for manifest in wanted_children(fleet.server, defaults, pairs=pairs)}
     actions: list[Action] = []
     for key, manifest in wanted.items():
         found = fleet.children.get(key)
-        if _differs(manifest, found, applied_generations.get(key)):
+        if _differs(manifest, found, applied_versions.get(key, "")):
             actions.append(Apply(manifest))
             if found is not None and _revision(found) == _revision(manifest):
                 actions.append(_put_back(fleet.server, key))
@@ -87,15 +87,29 @@ def _key(manifest: Mapping[str, Any]) -> str:
     return f"{manifest['kind']}/{manifest['metadata']['name']}"
 
 
-def _differs(wanted: Mapping[str, Any], found: Mapping[str, Any] | None, applied_generation: int | None) -> bool:
+def _differs(wanted: Mapping[str, Any], found: Mapping[str, Any] | None, applied_version: str) -> bool:
     if found is None:
         return True
     if _revision(found) != _revision(wanted):
         return True
-    if applied_generation is not None and found["metadata"].get("generation") == applied_generation:
+    if applied_version == version_of(found):
         # Nobody edited it since our apply: what differs was changed by admission, and would be changed again.
         return False
     return not contains(found, wanted)
+
+
+def version_of(found: Mapping[str, Any]) -> str:
+    """Changes when somebody edits what is wanted of an object. Kinds without a generation have no status of their own
+    that changes all the time, so any change counts."""
+    metadata = found["metadata"]
+    generation = metadata.get("generation")
+    return f"generation {generation}" if generation is not None else f"version {metadata.get('resourceVersion', '')}"
+
+
+def places(server: RolloutServer) -> set[str]:
+    """`Kind/name` of every object that the server wants to have."""
+    anyhow = Defaults(router_image="", placeholder_image="")
+    return {_key(child) for child in wanted_children(server, anyhow, pairs=False)}
 
 
 def _revision(manifest: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ from rolloutfleet.plan.actions import Action, Emit
 from rolloutfleet.plan.engines import EngineView, Weights
 from rolloutfleet.plan.groups import GroupPlan
 from rolloutfleet.plan.membership import Membership, serves
+from rolloutfleet.plan.objects import places
 from rolloutfleet.plan.observed import Fleet
 from rolloutfleet.plan.training import Training
 
@@ -72,7 +73,7 @@ def group_status(plan: GroupPlan, training: Training, now: datetime) -> ServerGr
         "ready": sum(view.answering for view in engines) + reserved,
         "routable": serving,
         "selector": f"{LABEL_GROUP}={group.name}",
-        "weight_version": training.version if serving else None,
+        "weight_version": training.version if serving and group.spec.role != "Encoder" else None,
         "last_epoch": plan.last_epoch,
         "measured": plan.measured,
         "conditions": _stamp([ready], group.status.conditions, group.generation, now),
@@ -141,7 +142,8 @@ def _ready(
     silent = _silent(plans)
     if not fleet.groups and not fleet.create_failures:
         return _condition("Ready", "False", "Reconciling", "server groups are being created")
-    taken = next((trouble for place, trouble in sorted(fleet.create_failures.items()) if "/" in place), None)
+    wanted = places(fleet.server)
+    taken = next((trouble for place, trouble in sorted(fleet.create_failures.items()) if place in wanted), None)
     if taken is not None:
         return _condition("Ready", "True" if serving and routers else "False", taken.reason, taken.message)
     invalid = next((plan.invalid for plan, _ in plans if plan.invalid), "")

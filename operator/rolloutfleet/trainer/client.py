@@ -34,6 +34,8 @@ from rolloutfleet.api.names import AGENT_PORT
 
 URL_VARIABLE = "ROLLOUTFLEET_AGENT_URL"
 CALL_SECONDS = 30.0
+DETAILS_SHOWN = 3
+"""Causes of a refusal, for example an engine each, that its text names; `details` has them all."""
 GRACE_SECONDS = 90.0
 """What an operation may take beyond its own time-out: the agent always ends it by resuming the fleet."""
 LONG_POLL_SECONDS = 20.0
@@ -185,4 +187,5 @@ class Fleet:
         except ValidationError:
             raise Refused(f"{method} {path}: {response.status_code} {response.text[:300]}", code="Http") from None
         kind = NotReady if response.status_code == httpx.codes.SERVICE_UNAVAILABLE else Refused
-        raise kind(f"{told.code}: {told.message}", code=told.code, details=told.details)
+        causes = "".join(f"\n  {detail}" for detail in told.details[:DETAILS_SHOWN])
+        raise kind(f"{told.code}: {told.message}{causes}", code=told.code, details=told.details)

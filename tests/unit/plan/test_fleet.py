@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolloutfleet.plan.actions import Action, CatchUp, CreatePod, Register, Requeue, Verify
+from rolloutfleet.plan.failures import Trouble
 from rolloutfleet.plan.observed import LeaseView, Worker
 from unit.plan.world import World, rollout_server
 
@@ -332,6 +333,17 @@ def test_a_hand_edit_of_a_child_is_put_back_with_an_event() -> None:
     world.spec()["replicas"] = 3
     world.settle()
     assert not [event for event in world.events if event.reason == "HandEditPutBack"]
+
+
+def test_a_name_that_somebody_else_has_is_said_until_it_is_not_wanted_any_more() -> None:
+    world = World(rollout_server(replicas=1))
+    trouble = Trouble("NameTaken", "ServerGroup/qwen-main exists and is not of this RolloutServer")
+    world.create_failures["ServerGroup/qwen-main"] = trouble
+    world.settle()
+    assert world.ready()[1] == "NameTaken"
+    world.spec()["name"] = "other"
+    world.settle()
+    assert world.ready() == ("True", "Serving")
 
 
 def test_as_many_groups_as_the_schema_allows_fit_into_status() -> None:

@@ -161,7 +161,7 @@ def test_without_it_there_are_no_pods_and_the_refusal_is_told() -> None:
     world.pod_groups.clear()  # refused
     refused = Trouble("PodGroupForbidden", "podgroups is forbidden")
     fleet = replace(world.fleet(), create_failures={"qwen-main-0-e1": refused})
-    plan = plan_fleet(fleet, defaults=DEFAULTS, applied_generations={}, now=START)
+    plan = plan_fleet(fleet, defaults=DEFAULTS, applied_versions={}, now=START)
     assert not [action for action in plan if isinstance(action, CreatePod)]
     assert [action for action in plan if isinstance(action, CreatePodGroup)], "it is tried again"
     for action in plan:

@@ -35,6 +35,7 @@ from rolloutfleet.plan.actions import (
     UnregisterEncoder,
     Verify,
 )
+from rolloutfleet.plan.failures import Trouble
 from rolloutfleet.plan.fleet import plan_fleet
 from rolloutfleet.plan.objects import Defaults
 from rolloutfleet.plan.observed import (
@@ -99,6 +100,7 @@ class World:
         self.running: dict[str, int] = {}
         """Requests in engines, by pod UID."""
         self.aborted: set[str] = set()
+        self.create_failures: dict[str, Trouble] = {}
         self.silent: set[str] = set()
         """Engines that run and do not answer."""
         self.encoders: dict[str, set[str]] = {}
@@ -139,6 +141,7 @@ class World:
             },
             lease=self.lease,
             children=self.children,
+            create_failures=self.create_failures,
             gang_apis=self.gang_apis,
             pod_groups={name: pod_group(body) for name, body in self.pod_groups.items()},
         )
@@ -193,7 +196,7 @@ class World:
         return next(pod for pod in self.pods.values() if pod["metadata"]["uid"] == uid)
 
     def plan(self) -> list[Action]:
-        return plan_fleet(self.fleet(), defaults=DEFAULTS, applied_generations={}, now=self.now)
+        return plan_fleet(self.fleet(), defaults=DEFAULTS, applied_versions={}, now=self.now)
 
     # What the plan does
 

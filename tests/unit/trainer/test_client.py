@@ -214,7 +214,7 @@ def test_errors_of_the_agent_keep_their_code_and_details(
         fleet.update_weights("/weights/w3", version=3)
     assert type(refusal.value) is kind
     assert (refusal.value.code, refusal.value.details) == ("VersionNotNewer", ["one", "two"])
-    assert str(refusal.value) == "VersionNotNewer: version 3 is not newer"
+    assert str(refusal.value) == "VersionNotNewer: version 3 is not newer\n  one\n  two"
     assert len(agent.asked) == 1, "an update is never sent twice"
 
 
