@@ -6,6 +6,7 @@ Engines and routers are reached through the API server's proxy, so any cluster w
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from e2e.support import Kubectl, KubectlError, eventually
@@ -93,6 +94,35 @@ def rollout_server(
             **spec,
         },
     }
+
+
+def stand_in(name: str, role: str, replicas: int, **pod_spec: Any) -> dict[str, Any]:
+    """A group whose engines are stand_in_engine.py: a command in place of ours is handed SGLang's arguments."""
+    container = {
+        "name": "engine",
+        "command": ["python3", "-S", "/stand-in/engine.py"],
+        "volumeMounts": [{"name": "stand-in", "mountPath": "/stand-in"}],
+    }
+    return {
+        "name": name,
+        "role": role,
+        "replicas": replicas,
+        "engine": {"image": ENGINE_IMAGE},
+        "drainTimeoutSeconds": 5,
+        "template": {
+            "spec": {
+                "containers": [container],
+                "volumes": [{"name": "stand-in", "configMap": {"name": "stand-in"}}],
+                **pod_spec,
+            }
+        },
+    }
+
+
+def stand_in_code(kubectl: Kubectl) -> None:
+    """The config map that stand-ins run from."""
+    code = Path(__file__).with_name("stand_in_engine.py").read_text()
+    kubectl("create", "configmap", "stand-in", f"--from-literal=engine.py={code}")
 
 
 def trainer_pod(name: str, servers: str, *, service_account: str = "trainer") -> dict[str, Any]:

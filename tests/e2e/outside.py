@@ -16,6 +16,7 @@ from e2e.support import eventually
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "10.89.0.200"
+MAC = "02:00:0a:59:00:c8"
 BRIDGE = "rfbr0"
 PORT = 30000
 
@@ -39,6 +40,8 @@ def network_namespace() -> Iterator[str]:
     run("ip", "netns", "add", name)
     try:
         run("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
+        # The same for each run, or nodes that have talked to the last one send to its address for a while.
+        run("ip", "-n", name, "link", "set", "eth0", "address", MAC)
         run("ip", "link", "set", name, "master", BRIDGE, "up")
         for device in ("lo", "eth0"):
             run("ip", "-n", name, "link", "set", device, "up")

@@ -1,6 +1,6 @@
-"""Runs in an engine's pod in place of SGLang, where no model of the needed kind runs on a CPU: encoders and the
-language engines beside them. It is handed SGLang's arguments and speaks the part of SGLang's HTTP API that the operator
-uses.
+"""Runs in an engine's pod in place of SGLang: where no model of the needed kind runs on a CPU (encoders and the
+language engines beside them), and where a test needs more engines than two cores can run. It is handed SGLang's
+arguments and speaks the part of SGLang's HTTP API that the operator, the router and the agent use.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 FLAGS = sys.argv[1:]
 ENCODER = "--encoder-only" in FLAGS
 ENCODERS: list[str] = []
+SERVED: list[str] = []
 
 
 def value(flag: str) -> str:
@@ -47,12 +49,25 @@ class Engine(Handler):
             self.answer({"disaggregation_mode": "null", "tp_size": 1, "pp_size": 1, "version": "stand-in"})
         elif path == "/v1/loads" and not ENCODER:
             self.answer({"loads": []})
+        elif path == "/requests":  # not SGLang's: for tests that count
+            self.answer({"count": len(SERVED)})
         else:
             self.answer({"error": path}, 404)
 
     def do_POST(self) -> None:
-        self.sent()
-        if self.path == "/weights_checker" and not ENCODER:
+        body = self.sent()
+        if self.path == "/generate" and not ENCODER:
+            SERVED.append(body["rid"])
+            time.sleep(0.3)
+            tokens = body["sampling_params"]["max_new_tokens"]
+            meta = {
+                "finish_reason": {"type": "length"},
+                "output_token_logprobs": [[-0.5, 7, None]] * tokens,
+                "completion_tokens": tokens,
+                "weight_version": value("--weight-version"),
+            }
+            self.answer({"text": "", "meta_info": meta})
+        elif self.path == "/weights_checker" and not ENCODER:
             self.answer({"success": True, "per_engine_checksum": "of-" + value("--model-path")})
         else:
             self.answer({"error": self.path}, 404)

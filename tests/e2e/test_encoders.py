@@ -7,35 +7,10 @@ alone (0.5.23; tried with a random Qwen2-VL). So the engines here are stand-ins 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
-from e2e.fleets import await_routable, engines, ready, rollout_server, through_proxy
+from e2e.fleets import await_routable, engines, ready, rollout_server, stand_in, stand_in_code, through_proxy
 from e2e.support import Kubectl, eventually
-
-CODE = Path(__file__).with_name("stand_in_engine.py").read_text()
-
-
-def stand_in(name: str, role: str, replicas: int) -> dict[str, Any]:
-    """A group whose engines are the stand-in: a command in place of ours is handed SGLang's arguments."""
-    container = {
-        "name": "engine",
-        "command": ["python3", "-S", "/stand-in/engine.py"],
-        "volumeMounts": [{"name": "stand-in", "mountPath": "/stand-in"}],
-    }
-    return {
-        "name": name,
-        "role": role,
-        "replicas": replicas,
-        "engine": {"image": "localhost/rolloutfleet/engine-cpu:dev"},
-        "drainTimeoutSeconds": 5,
-        "template": {
-            "spec": {
-                "containers": [container],
-                "volumes": [{"name": "stand-in", "configMap": {"name": "stand-in"}}],
-            }
-        },
-    }
 
 
 def server(encoders: int) -> dict[str, Any]:
@@ -59,7 +34,7 @@ def test_language_engines_serve_once_they_know_an_encoder_and_follow_it_to_its_n
     kubectl: Kubectl, operator: None, namespace: str
 ) -> None:
     inside = kubectl.within(namespace)
-    inside("create", "configmap", "stand-in", f"--from-literal=engine.py={CODE}")
+    stand_in_code(inside)
     inside.apply(server(0))
     eventually(
         lambda: {engine["reason"] for engine in engines(inside, "see-main")},
