@@ -29,7 +29,7 @@ ours() { # all pids of ours, but never this command and those that called it
   done
   {
     daemons
-    for node in $NODES; do ip netns pids "$(netns "$node")" 2>/dev/null; done
+    for node in $NODES outside; do ip netns pids "$(netns "$node")" 2>/dev/null; done
     for folder in $(cgroups); do find "$folder" -name cgroup.procs -exec cat {} + 2>/dev/null; done
   } | sort -u | while read -r pid; do [[ $mine == *" $pid "* ]] || echo "$pid"; done
 }
@@ -59,6 +59,7 @@ done
 for _ in 1 2 3; do # mounts may lie on each other
   awk -v state="$STATE/" 'index($2, state) == 1 {print $2}' /proc/self/mounts | sort -r | xargs -r -n1 umount -l
 done
+ip netns del "$(netns outside)" 2>/dev/null # a host beside the cluster, of a test that was killed
 for node in $NODES; do
   ip route del "$(pod_range "$node")" 2>/dev/null
   ip netns del "$(netns "$node")" 2>/dev/null

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from e2e.support import eventually
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "10.89.0.200"
+NAMESPACE = "rf-outside"
 MAC = "02:00:0a:59:00:c8"
 BRIDGE = "rfbr0"
 PORT = 30000
@@ -36,7 +36,8 @@ def network_namespace() -> Iterator[str]:
     """A host of its own beside the cluster's nodes; gone afterwards."""
     if subprocess.run(["ip", "link", "show", BRIDGE], capture_output=True, check=False).returncode:
         pytest.fail(f"there is no bridge {BRIDGE}: this test needs the local cluster (make up)", pytrace=False)
-    name = f"rf-out-{uuid.uuid4().hex[:5]}"
+    name = NAMESPACE
+    remove_namespace()  # of a run that was killed
     run("ip", "netns", "add", name)
     try:
         run("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
@@ -50,7 +51,18 @@ def network_namespace() -> Iterator[str]:
             run("ip", "-n", name, "route", "add", pods, "via", node)
         yield name
     finally:
-        run("ip", "netns", "delete", name)  # and with it the pair of devices
+        remove_namespace()
+
+
+def remove_namespace() -> None:
+    """The namespace of these tests with all that runs in it; and with it goes the pair of devices."""
+    if not Path("/run/netns", NAMESPACE).exists():
+        return
+    pids = subprocess.run(["ip", "netns", "pids", NAMESPACE], capture_output=True, text=True, check=True).stdout
+    for pid in pids.split():
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), 9)
+    run("ip", "netns", "delete", NAMESPACE)
 
 
 class OutsideEngine:
