@@ -29,12 +29,9 @@ from e2e.fleets import (
 from e2e.support import Kubectl, eventually, remove_namespace
 
 PRECISE = {"dtype": "float32"}
-PAIRS = {
-    "disaggregation-transfer-backend": "mooncake",
-    # Else decode engines want 10 GiB of host memory for their own.
-    "hicache-ratio": "2",
-    **PRECISE,
-}
+PAIRS = {"disaggregation-transfer-backend": "mooncake", **PRECISE}
+# Else a decode engine wants host memory beyond a reserve of 10 GiB.
+DECODE = {"disaggregation-decode-retraction-backup": "cpu_tensor", **PAIRS}
 PAIR_ENV = {"MC_FORCE_TCP": "1"}  # no RDMA here
 RANKS_ENV = {
     # Gloo in place of NCCL, and one core a rank.
@@ -65,7 +62,7 @@ def space(kubectl: Kubectl, operator: None, vanishing_namespaces: list[str]) -> 
             "pairs",
             groups=[
                 engine_group("prefill", role="Prefill", node=first, engine=pair_engine, args=PAIRS),
-                engine_group("decode", role="Decode", node=second, engine=pair_engine, args=PAIRS),
+                engine_group("decode", role="Decode", node=second, engine=pair_engine, args=DECODE),
             ],
             service_accounts=("trainer",),
         ),

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_PAUSE_SECONDS = 3.0
 CATCH_UP_PAUSE_SECONDS = 15.0
+SECOND_LOOK_SECONDS = 1.0
 
 Work = Verify | Adopt | CatchUp | Continue | PairCheck | Drain
 
@@ -159,9 +160,12 @@ class EngineWork:
         if action.abort:
             await engine.abort_all()
         else:
-            load = await engine.load()
-            if load.running + load.waiting:
-                return
+            # Twice: figures are written every few steps only, and a request may just have begun.
+            for pause in (0.0, SECOND_LOOK_SECONDS):
+                await asyncio.sleep(pause)
+                load = await engine.load()
+                if load.running + load.waiting:
+                    return
         self._update_probe(action.pod_uid, lambda probe: replace(probe, drained=action.until))
         for uid in list(self._store.probes):
             self._update_probe(uid, lambda probe: probe.peer_left(action.pod_uid))

@@ -106,8 +106,15 @@ def engine_arguments(group: ServerGroup, *, index: int, epoch: int, rank: int, b
         ours["encoder-only"] = ""
     if spec.language_only:
         ours |= {"language-only": "", "encoder-bootstrap-port": str(ENCODER_TABLE_PORT)}
-    return escaped(flag_words(ours) + flag_words(engine.args, MULTI_VALUE_FLAGS))
+    defaults = ENCODER_DEFAULTS if spec.language_only or spec.role == "Encoder" else {}
+    return escaped(flag_words(ours) + flag_words({**defaults, **engine.args}, MULTI_VALUE_FLAGS))
 
+
+ENCODER_DEFAULTS: Mapping[str, str] = {
+    # With SGLang's own choice (zmq_to_scheduler) a language server dies of a request whose encoder is dead, and of a
+    # client that hangs up while it waits for one; with this one they are answered 503 (run, 0.5.23).
+    "encoder-transfer-backend": "zmq_to_tokenizer",
+}
 
 ROUTER_DEFAULTS: Mapping[str, str] = {
     # A client's bad requests count as failures of a healthy engine (ten 4xx in a row open its breaker).

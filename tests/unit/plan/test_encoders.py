@@ -114,6 +114,19 @@ def test_flags_by_role(group: str, has: list[str], lacks: list[str]) -> None:
     assert len(world.listed()) == 4
 
 
+@pytest.mark.parametrize("group", ["vision", "main"])
+def test_embeddings_go_a_way_on_which_a_dead_encoder_kills_nobody_unless_the_user_chose_another(group: str) -> None:
+    world = serving(1)
+    for pod in pods_of(world, group):
+        flags = dict(zip(words(world, pod), words(world, pod)[1:], strict=False))
+        assert flags["--encoder-transfer-backend"] == "zmq_to_tokenizer"
+    world.spec(group)["engine"]["args"] = {"encoder-transfer-backend": "mooncake"}
+    world.settle(limit=120)
+    for pod in pods_of(world, group):
+        assert words(world, pod).count("--encoder-transfer-backend") == 1
+        assert "mooncake" in words(world, pod)
+
+
 def test_an_update_of_weights_does_not_touch_an_encoder() -> None:
     world = serving(1)
     world.commit(1, "/weights/v1", "sum-1")
