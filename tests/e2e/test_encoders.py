@@ -1,7 +1,7 @@
 """Encoders on the real cluster, up to their arguments, their order and the tables of the language engines.
 
-No multimodal model runs on the CPU engine: SGLang's processors for images import kernels that exist for AMX and CUDA
-alone (0.5.23; tried with a random Qwen2-VL). So the engines here are stand-ins behind SGLang's own command line.
+SGLang's processors for images import kernels that exist for AMX and CUDA alone, and the image of the CPU engine does
+not stand in for those yet. So the engines here are stand-ins behind SGLang's own command line.
 """
 
 from __future__ import annotations
