@@ -50,6 +50,7 @@ def test_a_router_that_starts_without_its_operator_gets_no_traffic_before_its_ta
         trainer_pod("trainer", "actor=many"),
     )
     await_routable(space, "many", 4, seconds=120)
+    space("wait", "pod/trainer", "--for=condition=Ready", "--timeout=60s")
     trainer = Trainer(space, "trainer")
     trainer("fleet.wait_ready(engines=4, timeout=60)", timeout=120)
     system = kubectl.within("rolloutfleet-system")
