@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from e2e.fleets import ready
 from e2e.support import Kubectl, eventually
 
 SAMPLES = sorted((Path(__file__).parents[2] / "manifests/samples").glob("*.yaml"))
@@ -41,14 +42,10 @@ def test_a_sample_becomes_its_pods_and_says_why_they_do_not_run(
             accept=lambda pods, server=server: len(pods) == pods_wanted(server),  # type: ignore[misc]
         )
         condition = eventually(
-            lambda name=name: [  # type: ignore[misc]
-                c
-                for c in inside.json("get", "ros", name).get("status", {}).get("conditions", [])
-                if c["type"] == "Ready"
-            ],
+            lambda name=name: ready(inside, name),  # type: ignore[misc]
             30,
             f"{sample.name}: {name} says how it stands",
-            accept=bool,
-        )[0]
+            accept=lambda found: found.get("reason") not in (None, "Reconciling"),
+        )
         assert condition["status"] == "False"
-        assert condition["reason"] not in ("Reconciling", "InvalidTemplate", "NameTaken"), condition
+        assert condition["reason"] not in ("InvalidTemplate", "NameTaken"), condition
