@@ -18,6 +18,8 @@ from rolloutfleet.plan.objects import version_of
 
 logger = logging.getLogger(__name__)
 
+REFUSED_SECONDS = 10.0
+"""After which what the API server refused is tried again."""
 EXIT_SECONDS = 10
 """For a pod that we delete: its engine is drained or dead, and a rank that hangs must not keep the GPUs that its
 successor waits for."""
@@ -67,11 +69,16 @@ class ObjectWriter:
             failures.pop(place, None)
             return False
         trouble = Trouble("NameTaken", f"{place} exists and is not of this RolloutServer; rename one of them")
+        self._refused(key, place, trouble)
+        return True
+
+    def _refused(self, key: FleetKey, place: str, trouble: Trouble) -> None:
+        """Keep why an object could not be made, for status, and look again later."""
+        failures = self._store.create_failures.setdefault(key, {})
         if failures.get(place) != trouble:
             failures[place] = trouble
             self._enqueue(key)
-        self._enqueue_after(key, 10.0)
-        return True
+        self._enqueue_after(key, REFUSED_SECONDS)
 
     async def _hand_over_scale(self, key: FleetKey, name: str) -> None:
         """Keep the count of a group whose `replicas` was left out of the server's spec.
@@ -122,10 +129,7 @@ class ObjectWriter:
                 return  # the namespace goes, and everything in it
             # A quota, a missing PriorityClass or ServiceAccount, a template the API server cannot take.
             trouble = refusal(error.reason, error.message)
-            if failures.get(name) != trouble:
-                failures[name] = trouble
-                self._enqueue(key)
-            self._enqueue_after(key, 10.0)
+            self._refused(key, name, trouble)
             return
         failures.pop(name, None)
         self._store.upsert("Pod", created)
@@ -154,10 +158,7 @@ class ObjectWriter:
                 self._enqueue(key)
                 return
             trouble = Trouble("NameTaken", f"PodGroup/{name} exists and is not of this ServerGroup")
-        if failures.get(name) != trouble:
-            failures[name] = trouble
-            self._enqueue(key)
-        self._enqueue_after(key, 10.0)
+        self._refused(key, name, trouble)
 
     async def delete_pod_group(self, key: FleetKey, action: DeleteObject) -> None:
         await self.delete(kube.by_kind(action.kind, action.api_version), key.namespace, action.name, action.uid)

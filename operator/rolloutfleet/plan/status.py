@@ -142,7 +142,7 @@ def _ready(
     silent = _silent(plans)
     if not fleet.groups and not fleet.create_failures:
         return _condition("Ready", "False", "Reconciling", "server groups are being created")
-    wanted = places(fleet.server)
+    wanted = places(fleet.server) if fleet.create_failures else set()
     taken = next((trouble for place, trouble in sorted(fleet.create_failures.items()) if place in wanted), None)
     if taken is not None:
         return _condition("Ready", "True" if serving and routers else "False", taken.reason, taken.message)

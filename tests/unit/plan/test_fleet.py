@@ -12,11 +12,7 @@ from hypothesis import strategies as st
 from rolloutfleet.plan.actions import Action, CatchUp, CreatePod, Register, Requeue, Verify
 from rolloutfleet.plan.failures import Trouble
 from rolloutfleet.plan.observed import LeaseView, Worker
-from unit.plan.world import World, rollout_server
-
-
-class Crash(Exception):
-    """The operator's process ends here."""
+from unit.plan.world import World, crashed_behind_each_action, rollout_server
 
 
 def serving_world(*, replicas: int = 2, routers: int = 1) -> World:
@@ -475,23 +471,8 @@ def test_a_crash_after_any_action_converges_to_the_same_state(scenario: str) -> 
     disturb(start, scenario)
     undisturbed = copy.deepcopy(start)
     undisturbed.settle(limit=120)
-    total = undisturbed.writes - start.writes
-    for k in range(1, total + 1):
-        world = copy.deepcopy(start)
-        left = k
-
-        def count(world: World = world) -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                raise Crash
-
-        try:
-            world.settle(limit=120, between=count)
-        except Crash:
-            world.proofs.clear()  # what the process knew dies with it
-        world.settle(limit=120)
-        assert shape(world) == shape(undisturbed), f"after a crash behind action {k} of {total}"
+    for where, world in crashed_behind_each_action(start, limit=120):
+        assert shape(world) == shape(undisturbed), where
 
 
 @settings(max_examples=60, deadline=None)

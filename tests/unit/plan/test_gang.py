@@ -13,8 +13,7 @@ from rolloutfleet.plan.actions import CreatePod, CreatePodGroup
 from rolloutfleet.plan.failures import Trouble
 from rolloutfleet.plan.fleet import plan_fleet
 from rolloutfleet.plan.gang import COSCHEDULING, VOLCANO
-from unit.plan.test_fleet import Crash
-from unit.plan.world import DEFAULTS, START, World, rollout_server
+from unit.plan.world import DEFAULTS, START, World, crashed_behind_each_action, rollout_server
 
 BOTH = frozenset({COSCHEDULING, VOLCANO})
 
@@ -254,24 +253,9 @@ def test_a_crash_behind_any_action_leaves_neither_a_gang_without_pods_nor_pods_w
             start.delete_pod("qwen-main-0-e1-r1")
         elif disturbance == "scaled":
             start.spec()["replicas"] = 1
-        undisturbed = copy.deepcopy(start)
-        undisturbed.settle()
-        for k in range(1, undisturbed.writes - start.writes + 1):
-            world, left = copy.deepcopy(start), k
-
-            def count() -> None:
-                nonlocal left
-                left -= 1
-                if left == 0:
-                    raise Crash
-
-            try:
-                world.settle(between=count)
-            except Crash:
-                world.proofs.clear()
-            world.settle()
+        for where, world in crashed_behind_each_action(start):
             gangs = {name.rpartition("-")[0] for name in world.pods}
-            assert set(world.pod_groups) == gangs, f"{disturbance}: after action {k}"
+            assert set(world.pod_groups) == gangs, f"{disturbance}: {where}"
             assert len(world.listed()) == len(gangs) == (1 if disturbance == "scaled" else 2)
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from rolloutfleet.plan.actions import CreatePod
-from unit.plan.test_fleet import Crash
-from unit.plan.world import World, rollout_server
+from unit.plan.world import World, crashed_behind_each_action, rollout_server
 
 
 def ranks_server(replicas: int = 1, **engine: Any) -> dict[str, Any]:
@@ -99,23 +98,8 @@ def test_a_crash_behind_any_action_never_leaves_half_an_engine() -> None:
         start = World(ranks_server()) if disturbance == "start" else copy.deepcopy(whole)
         if disturbance == "follower lost":
             start.delete_pod("qwen-main-0-e1-r1")
-        undisturbed = copy.deepcopy(start)
-        undisturbed.settle()
-        for k in range(1, undisturbed.writes - start.writes + 1):
-            world, left = copy.deepcopy(start), k
-
-            def count() -> None:
-                nonlocal left
-                left -= 1
-                if left == 0:
-                    raise Crash
-
-            try:
-                world.settle(between=count)
-            except Crash:
-                world.proofs.clear()
-            world.settle()
-            assert (len(world.pods), len(world.listed())) == (2, 1), f"{disturbance}: after action {k}"
+        for where, world in crashed_behind_each_action(start):
+            assert (len(world.pods), len(world.listed())) == (2, 1), f"{disturbance}: {where}"
 
 
 def test_a_change_of_the_number_of_nodes_rolls_like_any_other() -> None:

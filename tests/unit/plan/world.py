@@ -6,7 +6,7 @@ It lets a property test run a plan to its end, crash after any action, and look 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -527,8 +527,35 @@ class World:
         return found
 
 
+class Crash(Exception):
+    """The operator's process ends here."""
+
+
+def crashed_behind_each_action(start: World, *, limit: int = 60) -> Iterator[tuple[str, World]]:
+    """Worlds in which the operator died behind the k-th action of what `start` leads to, for every k, and another one
+    has gone on from there; each with where it died."""
+    undisturbed = copy.deepcopy(start)
+    undisturbed.settle(limit=limit)
+    total = undisturbed.writes - start.writes
+    for k in range(1, total + 1):
+        world, left = copy.deepcopy(start), k
+
+        def count() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise Crash
+
+        try:
+            world.settle(limit=limit, between=count)
+        except Crash:
+            world.proofs.clear()  # what the process knew dies with it
+        world.settle(limit=limit)
+        yield f"after a crash behind action {k} of {total}", world
+
+
 def _stamp(moment: datetime) -> str:
     return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-__all__ = ["DEFAULTS", "World", "rollout_server"]
+__all__ = ["DEFAULTS", "World", "crashed_behind_each_action", "rollout_server"]
