@@ -196,7 +196,7 @@ class BackoffSpec(Model):
 
 
 class HealthCheckSpec(Model):
-    """How an engine that hangs is found: by a token that it generates. Asked only while the trainer does not hold it."""
+    """How an engine that hangs is found: by a token that it generates. Not asked of one that the trainer holds."""
 
     period_seconds: Annotated[int, Field(ge=1, le=3600)] = 20
     """From the end of one check to the next."""

@@ -111,6 +111,7 @@ class EngineWork:
             label=info.weight_version,
             checksum=checksum,
             read_under=training_key,
+            recheck=False,
             loaded_under=training_key if loaded else "",
         )
         self._store.probes[pod_uid] = probe

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import kopf
 from rolloutfleet.api.names import COMPONENT_TRAINER, LABEL_COMPONENT, LABEL_MANAGED_BY, MANAGED_BY
 from rolloutfleet.control.engine_work import EngineWork
 from rolloutfleet.control.executor import Executor
+from rolloutfleet.control.health import HealthChecker
 from rolloutfleet.control.object_writer import ObjectWriter
 from rolloutfleet.control.probes import Prober
 from rolloutfleet.control.reconcile import Reconciler
@@ -56,6 +58,8 @@ WATCHED = (
     Watched(kube.ROLE, OURS),
     Watched(kube.ROLE_BINDING, OURS),
     Watched(kube.LEASE, OURS),
+    Watched(kube.DISRUPTION_BUDGET, OURS),
+    Watched(kube.NODE, None),
 )
 
 
@@ -90,6 +94,14 @@ class Operator:
             encoder=lambda url: EncoderClient(url, http=self._http),
             encoder_table=self._encoder_table,
             monotonic=time.monotonic,
+        )
+        self._health = HealthChecker(
+            store=self.store,
+            enqueue=self.queue.add,
+            engine=self._engine,
+            encoder=lambda url: EncoderClient(url, http=self._http),
+            monotonic=time.monotonic,
+            chance=random.random,
         )
         self._engines = EngineWork(
             api=api, store=self.store, prober=prober, engine=self._engine, enqueue=self.queue.add
@@ -134,6 +146,7 @@ class Operator:
         await self._resync()
         self._tasks = [
             asyncio.create_task(self._prober.run(), name="prober"),
+            asyncio.create_task(self._health.run(), name="health"),
             asyncio.create_task(self.queue.run(workers=WORKERS, reconcile=self._reconciler), name="queue"),
             asyncio.create_task(self._resync_for_ever(), name="resync"),
             asyncio.create_task(self._trainers.run(), name="trainers"),
@@ -164,6 +177,10 @@ class Operator:
         if kind == "Pod" and component_of(body) == COMPONENT_TRAINER:
             self._trainers.saw(body, deleted=kind_of_event == "DELETED")
             return
+        if kind == "Node":
+            for fleet in self.store.saw_node(body, deleted=kind_of_event == "DELETED"):
+                self.queue.add(fleet)
+            return
         key = self.store.remove(kind, body) if kind_of_event == "DELETED" else self.store.upsert(kind, body)
         if key is not None:
             self.queue.add(key)
@@ -171,8 +188,13 @@ class Operator:
     async def _resync(self) -> None:
         """Lists replace what is held: the only way to learn of a deletion that no watch told."""
         for watched in WATCHED:
-            listed = await self._api.list(watched.resource, namespace=self._namespace, label_selector=watched.selector)
-            for key in self.store.replace(watched.resource.kind, listed.items):
+            namespace = self._namespace if watched.resource.namespaced else None
+            listed = await self._api.list(watched.resource, namespace=namespace, label_selector=watched.selector)
+            if watched.resource is kube.NODE:
+                changed = self.store.replace_nodes(listed.items)
+            else:
+                changed = self.store.replace(watched.resource.kind, listed.items)
+            for key in changed:
                 self.queue.add(key)
         self._listed_at = time.monotonic()
         await self._look_for_gangs()

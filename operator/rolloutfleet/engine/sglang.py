@@ -59,6 +59,14 @@ class EngineClient(HttpPeer):
             return False
         return True
 
+    async def generates(self, *, seconds: float) -> bool:
+        """True if a token comes out within that time, of this request or of any other; after a second at best."""
+        try:
+            await self._call("GET", "/health_generate", seconds=seconds)
+        except EngineRefused:
+            return False
+        return True
+
     async def model_info(self) -> ModelInfo:
         info = await self._ask("GET", "/model_info", seconds=FLAG_SECONDS)
         return ModelInfo(model_path=str(info.get("model_path", "")), weight_version=str(info.get("weight_version", "")))

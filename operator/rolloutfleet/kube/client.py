@@ -30,9 +30,11 @@ from rolloutfleet.kube.errors import (
 )
 from rolloutfleet.kube.resources import (
     DEPLOYMENT,
+    DISRUPTION_BUDGET,
     EVENT,
     LEASE,
     MUTATING_WEBHOOK,
+    NODE,
     POD,
     POD_GROUPS,
     ROLE,
@@ -260,9 +262,11 @@ def _parsed(text: str) -> Any:
 
 __all__ = [
     "DEPLOYMENT",
+    "DISRUPTION_BUDGET",
     "EVENT",
     "LEASE",
     "MUTATING_WEBHOOK",
+    "NODE",
     "POD",
     "POD_GROUPS",
     "ROLE",

@@ -42,6 +42,8 @@ class CreatePodGroup:
 class DeletePod:
     name: str
     uid: str
+    force: bool = False
+    """From the API at once, without the word of its kubelet, which is lost."""
 
 
 @dataclass(frozen=True)

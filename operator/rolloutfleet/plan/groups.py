@@ -23,21 +23,21 @@ from rolloutfleet.plan.engines import (
     Pairing,
     Weights,
     complete,
-    ended,
-    next_life,
     phase_of,
     pods_of_life,
-    waiting_for_retry,
     weights_of,
 )
 from rolloutfleet.plan.epochs import Epochs
 from rolloutfleet.plan.external import external_pod, external_records, misfit, model_path, wanted_urls
 from rolloutfleet.plan.gang import gang_api, pod_group
+from rolloutfleet.plan.history import chronicled
 from rolloutfleet.plan.membership import acknowledged_everywhere, listed_anywhere
 from rolloutfleet.plan.objects import Defaults, disaggregated
 from rolloutfleet.plan.observed import EnginePod, EngineProbe, Fleet, external_uid
 from rolloutfleet.plan.overlay import OverlayError
 from rolloutfleet.plan.pairing import OTHER, peer_revisions, stuck
+from rolloutfleet.plan.recovery import end_of_life, next_life, rests, resumed, silence, to_force
+from rolloutfleet.plan.requests import Requests, requests_of
 from rolloutfleet.plan.revision import group_revision
 from rolloutfleet.plan.training import Training, expected_checksum
 
@@ -52,6 +52,7 @@ class GroupView:
     engines: tuple[EngineView, ...]
     epochs: Epochs
     measured: tuple[MeasuredWeights, ...]
+    requests: Requests
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,9 @@ class GroupPlan:
     last_epoch: int
     measured: tuple[MeasuredWeights, ...]
     pod_actions: tuple[Action, ...]
+    pods: tuple[EnginePod, ...]
+    """As they are, before `pod_actions`."""
+    requests: Requests
     invalid: str = ""
     """Why no pod can be built from the spec."""
 
@@ -89,6 +93,7 @@ def look_at(group: ServerGroup, fleet: Fleet, training: Training, now: datetime)
         engines=tuple(_look(record, pods, fleet, expecting, revision, training) for record in records),
         epochs=epochs,
         measured=measured,
+        requests=requests_of(group),
     )
 
 
@@ -99,8 +104,10 @@ def plan_group(
     training: Training,
     defaults: Defaults,
     now: datetime,
+    *,
+    mass_failure: str,
 ) -> GroupPlan:
-    """`peers`: the engines of all groups, this one's among them."""
+    """`peers`: the engines of all groups, this one's among them; `mass_failure`: why nobody is replaced for silence."""
     group = seen.group
     invalid = _invalid(group, defaults)
     removed, replaced = _going(seen, training)
@@ -110,16 +117,18 @@ def plan_group(
         view = _leaving(view, going, group, now)
         if view.record.index in removed and drained(view, now):
             continue  # its record goes, and with it its pods
-        engines.append(_next(view, seen, peers, training, now))
+        engines.append(_next(view, seen, peers, training, now, mass_failure))
 
     pod_actions = _pods(seen, engines, fleet, defaults, now, invalid) + _finished_gangs(seen, engines, fleet)
-    engines = [_with_phase(view, fleet, training, now, invalid) for view in engines]
+    engines = [_with_phase(view, group, fleet, training, now, invalid, mass_failure) for view in engines]
     return GroupPlan(
         group=group,
         engines=tuple(engines),
         last_epoch=seen.epochs.last,
         measured=seen.measured,
         pod_actions=tuple(pod_actions),
+        pods=seen.pods,
+        requests=seen.requests,
         invalid=invalid,
     )
 
@@ -145,7 +154,8 @@ def _going(seen: GroupView, training: Training) -> tuple[set[int], set[int]]:
     if training.held:
         return removed, set()
     staying = [view for view in seen.engines if view.record.index not in removed]
-    return removed, outdated_to_replace(staying, group.spec.replicas, group.spec.rolling_update)
+    asked = {view.record.index for view in staying if seen.requests.restarts(view.record)}
+    return removed, asked | outdated_to_replace(staying, group.spec.replicas, group.spec.rolling_update)
 
 
 def _measured(
@@ -212,18 +222,26 @@ def _leaving(view: EngineView, leaving: bool, group: ServerGroup, now: datetime)
 
 
 def _next(
-    view: EngineView, seen: GroupView, peers: Sequence[EngineView], training: Training, now: datetime
+    view: EngineView,
+    seen: GroupView,
+    peers: Sequence[EngineView],
+    training: Training,
+    now: datetime,
+    mass_failure: str,
 ) -> EngineView:
     """The engine with the life that it should have: this one, or a new one."""
     if seen.group.spec.external is not None:
         return _external_next(view)
     record, recovery = view.record, seen.group.spec.recovery
-    answering = view.probe.answering or view.role == "Placeholder"  # that one answers nobody
-    failure = ended(record, view.pods, recovery, now, answering) or stuck(view, peers)
+    failure = end_of_life(view, recovery, now, held=training.held, mass_failure=mass_failure) or stuck(view, peers)
     if view.pod is not None and view.pod.identity in training.ambiguous_pods:
         text = "the trainer died while it released or resumed this engine's memory"
         failure = failure or Failure(reason="MemoryUnknown", message=text, pod=view.pod.name)
-    if view.outdated and (not view.answering or (view.leaving and drained(view, now))):
+    free_to_go = not view.answering or (view.leaving and drained(view, now))
+    if view.pods and seen.requests.restarts(record) and free_to_go:
+        asked = Failure(reason="RestartRequested", message="somebody asked for it", pod=record.pod)
+        failure = failure or asked
+    if view.outdated and free_to_go:
         # A changed spec may cure whatever failed: no backoff, and nothing counts as a failure.
         fresh = EngineStatus(
             index=record.index,
@@ -234,7 +252,9 @@ def _next(
         )
         return _reborn(view, fresh)
     if failure is not None:
-        return _reborn(view, next_life(record, failure, seen.epochs.next(), recovery, now))
+        return _reborn(view, next_life(record, failure, seen.epochs.next(), seen.group, now))
+    if seen.requests.resumes(record) and not view.pods:
+        record = resumed(record)
     if view.pod is not None and complete(view.pods):
         record = record.model_copy(
             update={
@@ -242,18 +262,10 @@ def _next(
                 "pod_uid": view.pod.uid,
                 "url": view.pod.url,
                 "retry_at": "",
-                **_heard(view, now),
-                "failures_in_row": 0 if view.serves else record.failures_in_row,
+                **silence(view, now),
             }
         )
     return replace(view, record=record)
-
-
-def _heard(view: EngineView, now: datetime) -> dict[str, Any]:
-    if view.probe.answering:
-        return {"started": True, "silent_since": ""}
-    since = view.record.silent_since or (now.isoformat(timespec="seconds") if view.record.started else "")
-    return {"silent_since": since}
 
 
 def _external_next(view: EngineView) -> EngineView:
@@ -292,7 +304,8 @@ def _pods(
         return []
     actions: list[Action] = []
     keep = {pod.uid for view in engines for pod in view.pods}
-    resting = {view.record.index for view in engines if waiting_for_retry(view.record, now)}
+    recovery = seen.group.spec.recovery
+    resting = {view.record.index for view in engines if rests(view.record, recovery, now)[0]}
     newest_ended = {
         index: max((pod.epoch for pod in seen.pods if pod.index == index and pod.ended), default=0) for index in resting
     }
@@ -302,6 +315,7 @@ def _pods(
         evidence = pod.ended and newest_ended.get(pod.index) == pod.epoch
         if not evidence:  # the last failed pod stays for diagnosis until its successor starts
             actions.append(DeletePod(name=pod.name, uid=pod.uid))
+    actions += [DeletePod(name=pod.name, uid=pod.uid, force=True) for pod in to_force(seen.pods, recovery, now)]
     peers = peer_revisions(seen.group.spec.role, fleet.groups)
     for view in engines:
         if invalid or view.record.index in resting or view.outdated:
@@ -331,8 +345,17 @@ def _finished_gangs(seen: GroupView, engines: Sequence[EngineView], fleet: Fleet
     ]
 
 
-def _with_phase(view: EngineView, fleet: Fleet, training: Training, now: datetime, invalid: str) -> EngineView:
-    phase, reason, message = phase_of(view, fleet, training, now)
+def _with_phase(
+    view: EngineView,
+    group: ServerGroup,
+    fleet: Fleet,
+    training: Training,
+    now: datetime,
+    invalid: str,
+    mass_failure: str,
+) -> EngineView:
+    resting = rests(view.record, group.spec.recovery, now)
+    phase, reason, message = phase_of(view, fleet, training, resting=resting, mass_failure=mass_failure)
     if invalid and view.pod is None:
         phase, reason, message = EnginePhase.PENDING, "InvalidTemplate", invalid
     holds = view.weights is Weights.CURRENT and view.pod is not None and view.role != "Encoder"
@@ -340,4 +363,5 @@ def _with_phase(view: EngineView, fleet: Fleet, training: Training, now: datetim
     record = view.record.model_copy(
         update={"phase": phase, "reason": reason, "message": message, "weight_version": version}
     )
-    return replace(view, record=record)
+    view = replace(view, record=record)
+    return replace(view, record=chronicled(view, now))

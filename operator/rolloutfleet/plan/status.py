@@ -67,6 +67,9 @@ def group_status(plan: GroupPlan, training: Training, now: datetime) -> ServerGr
         ready = _condition("Ready", "True", SERVING, f"{serving}/{desired} engines routable")
     else:
         ready = _condition("Ready", "False", *_explain(group.name, problem, serving, desired))
+    conditions = [ready]
+    if plan.requests.unreadable:
+        conditions.append(_condition("RequestRefused", "True", "UnreadableRequest", plan.requests.unreadable))
     computed = {
         "observed_generation": group.generation,
         "replicas": sum(view.pod is not None for view in engines),
@@ -76,7 +79,7 @@ def group_status(plan: GroupPlan, training: Training, now: datetime) -> ServerGr
         "weight_version": training.version if serving and group.spec.role != "Encoder" else None,
         "last_epoch": plan.last_epoch,
         "measured": plan.measured,
-        "conditions": _stamp([ready], group.status.conditions, group.generation, now),
+        "conditions": _stamp(conditions, group.status.conditions, group.generation, now),
         "engines": tuple(view.record for view in engines),
     }
     return group.status.model_copy(update=computed)

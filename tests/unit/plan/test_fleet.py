@@ -268,30 +268,6 @@ def test_one_missed_answer_ends_no_life_however_old_the_engine_is() -> None:
     assert len(world.listed()) == 2
 
 
-def test_an_engine_that_stays_silent_is_replaced_in_the_end_and_its_silence_is_counted_anew_each_time() -> None:
-    world = serving_world()
-    uid = world.uid(world.engine_names()[0])
-
-    def quiet_for(seconds: int) -> None:
-        for _ in range(2):
-            for action in world.plan():
-                world.perform(action)
-            world.now += timedelta(seconds=seconds / 2)
-        for action in world.plan():
-            world.perform(action)
-
-    for _ in range(3):
-        world.silent.add(uid)
-        quiet_for(300)
-        world.silent.clear()
-        world.settle()
-    assert world.group_status()["engines"][0]["restarts"] == 0
-    world.silent.add(uid)
-    quiet_for(400)
-    record = world.group_status()["engines"][0]
-    assert (record["restarts"], record["lastFailure"]["reason"]) == (1, "NotAnswering")
-
-
 def test_an_engine_that_joins_takes_no_router_out_of_its_service() -> None:
     world = serving_world(routers=2)
     world.spec()["replicas"] = 4

@@ -103,6 +103,14 @@ class World:
         self.create_failures: dict[str, Trouble] = {}
         self.silent: set[str] = set()
         """Engines that run and do not answer."""
+        self.unhealthy: dict[str, int] = {}
+        """Health checks in a row without a token, by pod UID."""
+        self.rechecks: set[str] = set()
+        """Engines whose weights are due to be read again."""
+        self.nodes: dict[str, bool] | None = None
+        """Readiness of each node; None as long as nobody has listed them. Pods run on node-INDEX."""
+        self.forced: list[str] = []
+        """Pods that were removed without the word of their kubelet."""
         self.encoders: dict[str, set[str]] = {}
         """Tables of encoders, by UID of the language engine's pod."""
         self.drained: dict[str, str] = {}
@@ -133,7 +141,7 @@ class World:
         return Fleet(
             server=RolloutServer.model_validate(self.server),
             groups=tuple(ServerGroup.model_validate(group) for group in groups),
-            engine_pods=tuple(engine_pod(pod) for pod in self.pods.values()),
+            engine_pods=tuple(engine_pod(pod, self.nodes) for pod in self.pods.values()),
             router_pods=routers,
             probes={
                 uid: self._probe(uid)
@@ -151,7 +159,7 @@ class World:
 
     def _probe(self, uid: str) -> EngineProbe:
         if uid not in self.weights or uid in self.silent:
-            return EngineProbe(answering=False)
+            return EngineProbe(answering=False, unhealthy=self.unhealthy.get(uid, 0))
         label, _ = self.weights[uid]
         proof = self.proofs.get(uid, ("", "", ""))
         proved = proof[0] == label
@@ -166,6 +174,8 @@ class World:
             encoders=self._encoders(uid),
             drained=self.drained.get(uid, ""),
             load=self.running.get(uid, 0),
+            unhealthy=self.unhealthy.get(uid, 0),
+            recheck=uid in self.rechecks,
             paused=uid in self.paused,
             label=label,
             checksum=proof[1] if proved else "",
@@ -216,8 +226,9 @@ class World:
                 self._create(copy.deepcopy(dict(manifest)))
             case CreatePodGroup(manifest=manifest):
                 self._create_pod_group(copy.deepcopy(dict(manifest)))
-            case DeletePod(name=name, uid=uid):
-                self.delete_pod(name, uid)
+            case DeletePod(name=name, uid=uid, force=force):
+                self.forced += [name] if force else []
+                self.delete_pod(name, uid, force=force)
             case DeleteObject(kind="PodGroup", name=name):
                 assert not self._gang(name), f"{name} is deleted before its pods"
                 del self.pod_groups[name]
@@ -234,6 +245,7 @@ class World:
             case Verify(pod_uid=uid, training_key=key):
                 if uid in self.weights:
                     self.proofs[uid] = (*self.weights[uid], key)
+                    self.rechecks.discard(uid)
             case Adopt(pod_uid=uid, version=version):
                 self.weights[uid] = (str(version), self.weights[uid][1])
             case CatchUp(pod_uid=uid, path=path, version=version, training_key=key):
@@ -346,9 +358,12 @@ class World:
             self.pod_groups = {name: body for name, body in self.pod_groups.items() if pod_group(body).group_uid != uid}
         del self.children[key]
 
-    def delete_pod(self, name: str, uid: str = "") -> None:
+    def delete_pod(self, name: str, uid: str = "", *, force: bool = False) -> None:
         pod = self.pods.get(name)
         if pod is not None and uid in ("", pod["metadata"]["uid"]):
+            if self.nodes is not None and not self.nodes.get(pod["spec"].get("nodeName", "")) and not force:
+                pod["metadata"].setdefault("deletionTimestamp", _stamp(self.now + timedelta(seconds=10)))
+                return  # nobody there ends it
             del self.pods[name]
             self.paused.discard(pod["metadata"]["uid"])
             self.weights.pop(pod["metadata"]["uid"], None)
@@ -374,6 +389,7 @@ class World:
             serial, status = int(pod["metadata"]["uid"].split("-")[1]), pod["status"]
             if status["phase"] == "Pending" and self._placed(pod):
                 status["phase"] = "Running"
+                pod["spec"]["nodeName"] = f"node-{engine_pod(pod).index}"
                 status["podIP"] = f"10.0.{serial // 250}.{serial % 250 + 1}"
                 status["conditions"].append({"type": "PodScheduled", "status": "True"})
                 status["containerStatuses"] = [
