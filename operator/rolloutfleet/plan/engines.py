@@ -15,6 +15,7 @@ from enum import StrEnum
 from rolloutfleet.api.common import EnginePhase, RecoverySpec, Role
 from rolloutfleet.api.names import engine_name
 from rolloutfleet.api.server_group import EngineStatus, Failure
+from rolloutfleet.api.weight_labels import belongs_elsewhere
 from rolloutfleet.plan.observed import EnginePod, EngineProbe, Fleet, WorkerKind, parse_time
 from rolloutfleet.plan.training import Training
 
@@ -196,11 +197,13 @@ def weights_of(pod: EnginePod, probe: EngineProbe, expected: str, training: Trai
     """
     if probe.facts is not None and probe.facts.role == "Encoder":
         return Weights.CURRENT  # it has the vision tower alone, which no update changes
+    if belongs_elsewhere(probe.label, training.fleet):
+        return Weights.BEHIND  # whoever has its address by now: no verdict is about that one
     if pod.identity in training.committed_pods and not pod.external:
         return Weights.CURRENT
     if not probe.checksum or probe.read_under != training.key:
         return Weights.UNPROVED
-    if probe.label != str(training.version):
+    if not training.claimed_by(probe.label):
         return Weights.BEHIND
     if not expected:
         # Nobody has measured this version in this layout: the first engine that loaded it whole defines it.

@@ -12,6 +12,7 @@ from datetime import datetime, timedelta
 
 from rolloutfleet.api.names import INITIAL_WEIGHT_VERSION
 from rolloutfleet.api.schema import Model, Resource
+from rolloutfleet.api.weight_labels import parse_label
 from rolloutfleet.plan.actions import (
     Action,
     Adopt,
@@ -148,8 +149,16 @@ def _engine_work(view: EngineView, fleet: Fleet, training: Training, now: dateti
         return []
     if not view.fits:
         return []
-    if pod.external and adoptable(view.probe, training.version):
-        return [Adopt(pod_uid=pod.uid, url=pod.url, version=training.version, training_key=training.key)]
+    if (pod.external and adoptable(view.probe, training.version)) or _unsigned(view, training):
+        return [
+            Adopt(
+                pod_uid=pod.uid,
+                url=pod.url,
+                version=training.version,
+                fleet=training.fleet,
+                training_key=training.key,
+            )
+        ]
     if view.weights is Weights.UNPROVED:
         return [Verify(pod_uid=pod.uid, url=pod.url, training_key=training.key)]
     if view.weights is Weights.BEHIND and not view.listed:
@@ -159,6 +168,7 @@ def _engine_work(view: EngineView, fleet: Fleet, training: Training, now: dateti
                 url=pod.url,
                 path=view.initial_path if training.version == INITIAL_WEIGHT_VERSION else training.path,
                 version=training.version,
+                fleet=training.fleet,
                 expected=view.expected,
                 training_key=training.key,
             )
@@ -166,6 +176,12 @@ def _engine_work(view: EngineView, fleet: Fleet, training: Training, now: dateti
     if view.weights is Weights.CURRENT and view.probe.paused:
         return [Continue(pod_uid=pod.uid, url=pod.url, training_key=training.key)]
     return []
+
+
+def _unsigned(view: EngineView, training: Training) -> bool:
+    """Its weights are the fleet's, and its label is the plain number of an operator that did not sign yet: agents do
+    not know its answers as ours."""
+    return view.weights is Weights.CURRENT and parse_label(view.probe.label) == (training.version, "")
 
 
 def _wake_up(
