@@ -89,9 +89,7 @@ class Updater:
         errors: dict[str, str] = {}
         try:
             clock = time.monotonic()
-            await self._everywhere(participants, errors, self._recognize, deadline)
-            if not released:
-                await self._everywhere(participants, errors, self._pause, deadline)
+            await self._everywhere(participants, errors, self._recognize if released else self._pause, deadline)
             seconds["pause"] = time.monotonic() - clock
             clock = time.monotonic()
             await self._load(participants, errors, request.path, target, doubtful, deadline)
@@ -239,6 +237,7 @@ class Updater:
 
     async def _pause(self, engine: EngineClient, seconds: float) -> None:
         """Running samples go back to the queue and continue afterwards, computed anew from their tokens."""
+        await self._recognize(engine, seconds)
         await engine.pause("retract", seconds=seconds)
         await engine.flush_cache()
 
