@@ -14,6 +14,8 @@ from typing import Any
 
 FLAGS = sys.argv[1:]
 ENCODER = "--encoder-only" in FLAGS
+TOKEN = ord(FLAGS[FLAGS.index("--model-path") + 1][-1])
+"""What it answers with: the last character of its model's path, so that models are told apart."""
 ENCODERS: list[str] = []
 SERVED: list[str] = []
 
@@ -62,7 +64,7 @@ class Engine(Handler):
             tokens = body["sampling_params"]["max_new_tokens"]
             meta = {
                 "finish_reason": {"type": "length"},
-                "output_token_logprobs": [[-0.5, 7, None]] * tokens,
+                "output_token_logprobs": [[-0.5, TOKEN, None]] * tokens,
                 "completion_tokens": tokens,
                 "weight_version": value("--weight-version"),
             }

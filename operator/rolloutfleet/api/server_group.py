@@ -179,3 +179,9 @@ class ServerGroup(Resource):
 
     spec: ServerGroupSpec
     status: ServerGroupStatus = ServerGroupStatus()
+
+    @property
+    def server_uid(self) -> str:
+        """UID of the RolloutServer that it was made for."""
+        owners = self.metadata.get("ownerReferences") or []
+        return next((str(owner["uid"]) for owner in owners if owner.get("kind") == "RolloutServer"), "")

@@ -15,6 +15,7 @@ from enum import StrEnum
 from rolloutfleet.api.common import EnginePhase, Role
 from rolloutfleet.api.names import engine_name
 from rolloutfleet.api.server_group import EngineStatus
+from rolloutfleet.api.weight_labels import belongs_elsewhere
 from rolloutfleet.plan.observed import EnginePod, EngineProbe, Fleet, WorkerKind
 from rolloutfleet.plan.training import Training
 
@@ -127,12 +128,14 @@ def weights_of(pod: EnginePod, probe: EngineProbe, expected: str, training: Trai
     """
     if probe.facts is not None and probe.facts.role == "Encoder":
         return Weights.CURRENT  # it has the vision tower alone, which no update changes
+    if belongs_elsewhere(probe.label, training.fleet):
+        return Weights.BEHIND  # whoever has its address by now: no verdict is about that one
     belied = bool(expected) and bool(probe.checksum) and probe.read_under == training.key and probe.checksum != expected
     if pod.identity in training.committed_pods and not pod.external and not belied:
         return Weights.CURRENT
     if not probe.checksum or probe.read_under != training.key:
         return Weights.UNPROVED
-    if probe.label != str(training.version):
+    if not training.claimed_by(probe.label):
         return Weights.BEHIND
     if not expected:
         # Nobody has measured this version in this layout: the first engine that loaded it whole defines it.
@@ -204,7 +207,7 @@ def _unready(view: EngineView, fleet: Fleet, training: Training) -> tuple[str, s
         problem = fleet.catch_up_failures.get(uid)
         if problem:
             return "CatchUpFailed", problem
-        if view.probe.label == str(training.version) and view.expected and view.probe.checksum:
+        if training.claimed_by(view.probe.label) and view.expected and view.probe.checksum:
             sums = f"{view.probe.checksum[:12]} and not {view.expected[:12]}"
             return "WrongWeights", f"says that it has version {training.version}, but its checksum is {sums}: loads it"
         return "WeightsBehind", f"loads version {training.version}"

@@ -1,7 +1,8 @@
 """The whole plan of one fleet, top to bottom. Order matters: actions are performed one by one, as listed.
 
-1. Routers forget engines that must not serve. 2. Statuses record new epochs. 3. Pods are deleted and created.
-4. Routers learn engines that may serve. 5. Gates, proofs and catch-ups. 6. The server's status, events.
+1. Routers forget engines that must not serve. 2. Objects around the engines. 3. Statuses record new epochs. 4. Pods are
+deleted and created. 5. Routers learn engines that may serve. 6. Gates, proofs and catch-ups. 7. The server's status,
+events.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from datetime import datetime, timedelta
 
 from rolloutfleet.api.names import INITIAL_WEIGHT_VERSION
 from rolloutfleet.api.schema import Model, Resource
+from rolloutfleet.api.weight_labels import parse_label
 from rolloutfleet.plan.actions import (
     Action,
     Adopt,
@@ -58,11 +60,12 @@ def plan_fleet(fleet: Fleet, *, defaults: Defaults, applied_versions: Mapping[st
     engines = [view for plan in plans for view in plan.engines]
     membership = membership_of(engines, training)
 
+    tables = table_actions(fleet.router_pods, membership, training)
+    actions: list[Action] = [action for action in tables if isinstance(action, Deregister)]
+
     objects = wanted_children(fleet.server, defaults, pairs=disaggregated(fleet.server, fleet.groups))
     objects += disruption_budgets(fleet.server, groups, held=training.held)
-    actions = child_actions(fleet, objects, applied_versions)
-    tables = table_actions(fleet.router_pods, membership, training)
-    actions += [action for action in tables if isinstance(action, Deregister)]
+    actions += child_actions(fleet, objects, applied_versions)
 
     statuses = [(plan, group_status(plan, training, now)) for plan in plans]
     for plan, status in statuses:
@@ -157,8 +160,16 @@ def _engine_work(view: EngineView, fleet: Fleet, training: Training, now: dateti
         return []
     if not view.fits:
         return []
-    if pod.external and adoptable(view.probe, training.version):
-        return [Adopt(pod_uid=pod.uid, url=pod.url, version=training.version, training_key=training.key)]
+    if (pod.external and adoptable(view.probe, training.version)) or _unsigned(view, training):
+        return [
+            Adopt(
+                pod_uid=pod.uid,
+                url=pod.url,
+                version=training.version,
+                fleet=training.fleet,
+                training_key=training.key,
+            )
+        ]
     if view.weights is Weights.UNPROVED or (view.weights is Weights.CURRENT and view.probe.recheck):
         return [Verify(pod_uid=pod.uid, url=pod.url, training_key=training.key)]
     if view.weights is Weights.BEHIND and not view.listed:
@@ -168,6 +179,7 @@ def _engine_work(view: EngineView, fleet: Fleet, training: Training, now: dateti
                 url=pod.url,
                 path=view.initial_path if training.version == INITIAL_WEIGHT_VERSION else training.path,
                 version=training.version,
+                fleet=training.fleet,
                 expected=view.expected,
                 training_key=training.key,
             )
@@ -175,6 +187,12 @@ def _engine_work(view: EngineView, fleet: Fleet, training: Training, now: dateti
     if view.weights is Weights.CURRENT and view.probe.paused:
         return [Continue(pod_uid=pod.uid, url=pod.url, training_key=training.key)]
     return []
+
+
+def _unsigned(view: EngineView, training: Training) -> bool:
+    """Its weights are the fleet's, and its label is the plain number of an operator that did not sign yet: agents do
+    not know its answers as ours."""
+    return view.weights is Weights.CURRENT and parse_label(view.probe.label) == (training.version, "")
 
 
 def _wake_up(

@@ -14,6 +14,7 @@ from typing import Any
 from rolloutfleet.api.common import EnginePhase
 from rolloutfleet.api.names import engine_name
 from rolloutfleet.api.server_group import EngineStatus, Failure, MeasuredWeights, ServerGroup
+from rolloutfleet.api.weight_labels import belongs_elsewhere, fleet_id
 from rolloutfleet.plan.actions import Action, CreatePod, CreatePodGroup, DeleteObject, DeletePod
 from rolloutfleet.plan.changes import drain_until, drained, engines_wanted, free_indexes, outdated_to_replace, surplus
 from rolloutfleet.plan.engine_pod import engine_pod
@@ -208,6 +209,9 @@ def _look(
 
 
 def _misfit(group: ServerGroup, record: EngineStatus, probe: EngineProbe, fleet: Fleet) -> tuple[str, str]:
+    ours = fleet_id(fleet.server.uid)
+    if belongs_elsewhere(probe.label, ours):
+        return "OtherFleet", f"its weights are labelled {probe.label}: it belongs to another fleet, ours is @{ours}"
     if group.spec.external is not None:
         return misfit(group, record.url, probe, pairs=disaggregated(fleet.server, fleet.groups))
     if probe.facts is not None and probe.facts.role != group.spec.role:

@@ -20,6 +20,7 @@ from rolloutfleet.agent.memory import Memory
 from rolloutfleet.agent.updates import Updater
 from rolloutfleet.api.agent import UpdateWeights
 from rolloutfleet.api.rollout_server import TrainingStatus
+from rolloutfleet.api.weight_labels import fleet_id, weight_label
 from rolloutfleet.engine.sglang import EngineClient
 from rolloutfleet.kube.client import EVENT, KubeApi, Resource
 from rolloutfleet.kube.errors import Conflict, NotFound
@@ -27,8 +28,18 @@ from rolloutfleet.kube.lease import LeaseHolder
 from unit.engine.stand_in import Answer, Asked, HangUp, StandIn
 
 Object = dict[str, Any]
+SERVER_UID = "5e1f0a27-8c4b-4f7e-9d3a-000000000001"
+FLEET = fleet_id(SERVER_UID)
 LIMIT = 10.0
 """Seconds after which a test has hung."""
+
+
+def signed(version: int, fleet: str = FLEET) -> str:
+    """What an engine of a fleet, by default this one, calls these weights."""
+    return weight_label(version, fleet)
+
+
+INITIAL_LABEL = signed(0)
 
 
 class Clock:
@@ -112,7 +123,7 @@ class Engine:
 
     def __init__(self, pod: str) -> None:
         self.pod, self.uid = pod, f"uid-{pod}"
-        self.label, self.checksum = "0", "sum-of-m0"
+        self.label, self.checksum = signed(0), "sum-of-m0"
         self.paused = False
         self.dead = False
         self.released: set[str] = set()
@@ -247,7 +258,7 @@ async def fleet_on_loopback(tmp_path: Path, engines: int = 3) -> AsyncIterator[W
 def rollout_server(volume: Path, *, router: str = "http://router") -> Object:
     group = {"name": "main", "replicas": 3, "engine": {"image": "engine:1"}, "offload": True}
     return {
-        "metadata": {"name": "qwen", "namespace": "rl", "uid": "uid-qwen"},
+        "metadata": {"name": "qwen", "namespace": "rl", "uid": SERVER_UID},
         "spec": {
             "model": {"path": str(volume.parent / "m0")},
             "groups": [group],
@@ -291,7 +302,7 @@ def write_checkpoint(folder: Path, shape: list[int], *, name: str = "weight") ->
     return folder
 
 
-def answer(tokens: list[int], *, version: str = "0", kind: str = "length", **meta: Any) -> dict[str, Any]:
+def answer(tokens: list[int], *, version: Any = INITIAL_LABEL, kind: str = "length", **meta: Any) -> dict[str, Any]:
     """As SGLang answers /generate with return_logprob."""
     return {
         "text": "",

@@ -147,18 +147,18 @@ def test_an_answer_without_a_checksum_is_a_refusal_although_its_status_is_200(an
         ask_engine(StandIn.always(200, answer), lambda engine: engine.checksum())
 
 
-def test_weights_are_updated_with_the_version_as_a_decimal_string() -> None:
+def test_weights_are_updated_with_the_label_that_is_given() -> None:
     stand_in = StandIn.always(200, {"success": True})
-    ask_engine(stand_in, lambda e: e.update_weights_from_disk("/weights/7", version=7, flush_cache=False))
+    ask_engine(stand_in, lambda e: e.update_weights_from_disk("/weights/7", label="7@5e1f0a27", flush_cache=False))
     (asked,) = stand_in.asked
     assert (asked.method, asked.path) == ("POST", "/update_weights_from_disk")
-    assert asked.body == {"model_path": "/weights/7", "weight_version": "7", "flush_cache": False}
+    assert asked.body == {"model_path": "/weights/7", "weight_version": "7@5e1f0a27", "flush_cache": False}
 
 
 @pytest.mark.parametrize("answer", [{"success": False, "message": "bad shape"}, {"message": "bad shape"}])
 def test_an_update_that_does_not_say_success_is_a_refusal(answer: dict[str, Any]) -> None:
     with pytest.raises(EngineRefused, match="/weights/7 not loaded: bad shape"):
-        ask_engine(StandIn.always(200, answer), lambda e: e.update_weights_from_disk("/weights/7", version=7))
+        ask_engine(StandIn.always(200, answer), lambda e: e.update_weights_from_disk("/weights/7", label="7@5e1f0a27"))
 
 
 @pytest.mark.parametrize(

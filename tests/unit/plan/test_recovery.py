@@ -337,7 +337,7 @@ def test_weights_that_changed_behind_everybodys_back_are_found_when_they_are_due
     world.commit(1, "/weights/v1", "sum-1")
     world.settle()
     uid = world.uid(pod_of(world))
-    world.weights[uid] = ("1", "of somebody else")
+    world.weights[uid] = (world.label(1), "of somebody else")
     world.settle()
     assert world.url(uid) in world.listed(), "nothing says so yet"
     world.rechecks.add(uid)
@@ -346,7 +346,7 @@ def test_weights_that_changed_behind_everybodys_back_are_found_when_they_are_due
     assert world.url(uid) not in world.listed()
     assert record(world)["reason"] == "WrongWeights"
     world.settle()
-    assert world.weights[uid] == ("1", "sum-1")
+    assert world.weights[uid] == (world.label(1), "sum-1")
     assert len(world.listed()) == 3
 
 

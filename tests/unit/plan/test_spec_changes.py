@@ -202,7 +202,8 @@ def effects(world: World) -> str:
         metadata = copy.deepcopy(pod["metadata"])
         for name in ("rolloutfleet.dev/epoch", "rolloutfleet.dev/engine-index", "rolloutfleet.dev/group-uid"):
             metadata["labels"].pop(name)
-        pods.append({"labels": metadata["labels"], "spec": pod["spec"]})
+        spec = {key: value for key, value in pod["spec"].items() if key != "nodeName"}
+        pods.append({"labels": metadata["labels"], "spec": spec})
     tables = [sorted(worker.kind.type for worker in table.values()) for table in world.tables.values()]
     outside = [
         sorted(url for url in table if url.startswith("http://10.9") or "[" in url) for table in world.tables.values()

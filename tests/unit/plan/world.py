@@ -13,6 +13,7 @@ from typing import Any
 from rolloutfleet.api.common import EngineFacts, Role
 from rolloutfleet.api.rollout_server import RolloutServer
 from rolloutfleet.api.server_group import ServerGroup
+from rolloutfleet.api.weight_labels import belongs_elsewhere, fleet_id, weight_label
 from rolloutfleet.plan.actions import (
     Action,
     Adopt,
@@ -246,12 +247,17 @@ class World:
                 if uid in self.weights:
                     self.proofs[uid] = (*self.weights[uid], key)
                     self.rechecks.discard(uid)
-            case Adopt(pod_uid=uid, version=version):
-                self.weights[uid] = (str(version), self.weights[uid][1])
-            case CatchUp(pod_uid=uid, path=path, version=version, training_key=key):
+            case Adopt(pod_uid=uid, version=version, fleet=fleet):
+                label, checksum = self.weights[uid]
+                proof = self.proofs.get(uid)
+                self.weights[uid] = (weight_label(version, fleet), checksum)
+                if proof is not None and proof[0] == label:
+                    self.proofs[uid] = (weight_label(version, fleet), *proof[1:])
+            case CatchUp(pod_uid=uid, path=path, version=version, fleet=fleet, training_key=key):
                 if uid in self.weights:
                     assert all(self.url(uid) not in table for table in self.tables.values()), "loaded while routed"
-                    self.weights[uid] = (str(version), self.checkpoints[path])
+                    assert not belongs_elsewhere(self.weights[uid][0], fleet), "loaded into another fleet's engine"
+                    self.weights[uid] = (weight_label(version, fleet), self.checkpoints[path])
                     self.proofs[uid] = (*self.weights[uid], key)
                     self.paused.discard(uid)
                     self.loaded[uid] = key
@@ -290,7 +296,7 @@ class World:
         for uid in self._engines():
             if self.url(uid) == url:
                 label, checksum = self.weights[uid]
-                assert label == str(training.version), f"{url} serves {label}, the fleet has {training.version}"
+                assert training.claimed_by(label), f"{url} serves {label}, the fleet has {training.version}"
                 expected = self.checkpoints[training.path]
                 assert checksum == expected, f"{url} has other weights than its label says"
 
@@ -398,7 +404,9 @@ class World:
                 if pod["metadata"]["labels"]["rolloutfleet.dev/role"] == "Placeholder":
                     continue
                 for uid in self._ready_leaders(pod):
-                    self.weights[uid] = ("0", self.checkpoints["/models/m0"])
+                    words = self._pod(uid)["spec"]["containers"][0]["args"]
+                    label = words[words.index("--weight-version") + 1]
+                    self.weights[uid] = (label, self.checkpoints["/models/m0"])
 
     def _ready_leaders(self, pod: dict[str, Any]) -> list[str]:
         """Rank 0 of the pod's engine, if this pod was the last that was missing."""
@@ -478,7 +486,7 @@ class World:
             outcome = (outcomes or {}).get(name, "Committed")
             verdicts.append({"pod": name, "uid": uid, "outcome": outcome})
             if outcome == "Committed":
-                self.weights[uid] = (str(version), checksum)
+                self.weights[uid] = (self.label(version), checksum)
                 self.paused.discard(uid)
         before = self.server.get("status", {}).get("training", {}).get("weights", {})
         self.server.setdefault("status", {})["training"] = {
@@ -519,6 +527,10 @@ class World:
 
     def engine_names(self) -> list[str]:
         return sorted(self.pods)
+
+    def label(self, version: int) -> str:
+        """What engines of this fleet call these weights."""
+        return weight_label(version, fleet_id(self.server["metadata"]["uid"]))
 
     def listed(self) -> set[str]:
         return set.intersection(*(set(table) for table in self.tables.values())) if self.tables else set()
