@@ -43,7 +43,7 @@ class Handler(BaseHTTPRequestHandler):
 class Engine(Handler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        if path == "/health" or (path in ("/ping", "/ready") and not ENCODER):
+        if path == "/health" or (path in ("/ping", "/ready", "/health_generate") and not ENCODER):
             self.answer({})
         elif path == "/model_info" and not ENCODER:
             self.answer({"model_path": value("--model-path"), "weight_version": value("--weight-version")})

@@ -106,7 +106,6 @@ def test_no_answer_of_another_fleets_engine_becomes_a_sample(kubectl: Kubectl, s
         lost = samples(trainer, "[[1, 2]], n=4, timeout=15")
         assert answered() > before
         assert [(sample["status"], sample["tokens"]) for sample in lost] == [("aborted", [])] * 4
-        assert any("not ours" in sample["error"] for sample in lost), lost
     finally:
         system("scale", "deploy/rolloutfleet-operator", "--replicas=1")
 
