@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -43,10 +44,12 @@ def explain(server: RolloutServer, groups: Sequence[ServerGroup]) -> Explanation
     start = f"{server.name} serves partly" if serves is Serves.PARTLY else f"{server.name} does not serve"
     engine = _culprit(ready, engines_of(groups))
     if engine is None:
-        cause, next_step = f"{ready.reason}: {ready.message or 'no message'}", _advice(ready.reason)
+        cause = f"{ready.reason}: {ready.message or 'no message'}"
+        next_step = _named(_advice(ready.reason), server=server.name, engine="ENGINE")
     else:
         cause = f"{_share(server)}; {_of_engine(engine)}{_others(engine, engines_of(groups))}"
-        next_step = _next_step(server, engine)
+        step = _advice(engine.record.reason, external=engine.group.spec.external is not None)
+        next_step = _named(step, server=server.name, engine=engine.name)
     return Explanation(serves, f"{start}: {cause}{_unseen(server)}.", next_step)
 
 
@@ -86,7 +89,7 @@ def _of_engine(engine: Engine) -> str:
     text += f" ({record.reason})" if record.reason else ""
     text += f": {record.message}" if record.message else ""
     if record.phase is EnginePhase.FAILED:
-        return text + (f"; next try at {record.retry_at}" if record.retry_at else "; it stays so until it is resumed")
+        return text + (f"; next try at {record.retry_at}" if record.retry_at else "")
     failure = record.last_failure
     if failure is not None and record.phase in (EnginePhase.PENDING, EnginePhase.STARTING) and not record.started:
         text += f"; its last life ended with {failure.reason}"
@@ -102,12 +105,9 @@ def _others(engine: Engine, engines: Sequence[Engine]) -> str:
     return f"; {number} more like it" if number else ""
 
 
-def _next_step(server: RolloutServer, engine: Engine) -> str:
-    step = _advice(engine.record.reason, external=engine.group.spec.external is not None)
-    if engine.record.phase is EnginePhase.FAILED and not engine.record.retry_at:
-        resume = f"`kubectl rolloutfleet resume {server.name} {engine.name}`"
-        return f"{step}; then {resume}" if step else resume
-    return step
+def _named(step: str, *, server: str, engine: str) -> str:
+    """With names in place of the runbook's NAME and ENGINE."""
+    return re.sub(r"\bENGINE\b", engine, re.sub(r"\bNAME\b", server, step))
 
 
 def _advice(reason: str, *, external: bool = False) -> str:
