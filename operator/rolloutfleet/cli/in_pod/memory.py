@@ -10,7 +10,8 @@ import os
 import sys
 from pathlib import Path
 
-BLOCK = 16 << 20
+BLOCK = 1 << 20
+"""Bytes. This process must stay small."""
 KEEP = 1 << 30
 """Bytes that the node keeps, should the container turn out to have no limit."""
 
