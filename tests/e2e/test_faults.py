@@ -18,6 +18,7 @@ from e2e.fleets import (
     await_routable,
     engine_group,
     engines,
+    label_for,
     label_of,
     rollout_server,
     stand_in,
@@ -175,7 +176,7 @@ def test_a_cut_network_comes_back_with_its_routes(space: Kubectl) -> None:
 def test_weights_that_somebody_exchanged_under_the_same_label_are_found_and_put_right(space: Kubectl) -> None:
     before = record(space)
     said = inject(space, lambda session, target: faults.load_wrong_weights(session, target, path="/models/m1"))
-    assert said == "it has loaded /models/m1 and still calls it version 0"
+    assert said == f"it has loaded /models/m1, still labelled {label_for(space, 'qwen', 0)}"
     eventually(
         lambda: space("get", "events.events.k8s.io", "--output=jsonpath={.items[*].reason}"),
         60,
@@ -189,7 +190,7 @@ def test_weights_that_somebody_exchanged_under_the_same_label_are_found_and_put_
         accept=lambda path: path == "/models/m0",
     )
     await_routable(space, "qwen", 1, seconds=60)
-    assert label_of(space, before["pod"]) == "0"
+    assert label_of(space, before["pod"]) == label_for(space, "qwen", 0)
     assert record(space)["epoch"] == before["epoch"]
 
 

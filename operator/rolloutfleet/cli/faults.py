@@ -125,7 +125,7 @@ async def load_wrong_weights(session: Session, target: Target, *, path: str) -> 
     loaded = await ask("/update_weights_from_disk", {"model_path": path, "weight_version": label, "flush_cache": False})
     if not loaded.get("success"):
         raise Refused(f"{target.name}: {path} not loaded: {loaded.get('message')}")
-    return f"it has loaded {path} and still calls it version {label}"
+    return f"it has loaded {path}, still labelled {label}"
 
 
 async def _in_container(

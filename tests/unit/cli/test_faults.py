@@ -229,7 +229,7 @@ def test_wrong_weights_keep_the_label(api: StandInApi, call: Call) -> None:
     sent: list[Any] = []
 
     async def info(_: web.Request, __: Any) -> Body:
-        return {"model_path": "/models/m0", "weight_version": "3"}
+        return {"model_path": "/models/m0", "weight_version": "3@f"}
 
     async def load(_: web.Request, body: Any) -> Body:
         sent.append(body)
@@ -238,8 +238,8 @@ def test_wrong_weights_keep_the_label(api: StandInApi, call: Call) -> None:
     api.others[f"pods/{POD}:30000/proxy/model_info"] = info
     api.others[f"pods/{POD}:30000/proxy/update_weights_from_disk"] = load
     code, out, _ = call("qwen-main-0", "--fault=weights", "--path=/models/m1")
-    assert (code, "loaded /models/m1 and still calls it version 3" in out) == (0, True)
-    assert sent == [{"model_path": "/models/m1", "weight_version": "3", "flush_cache": False}]
+    assert (code, "loaded /models/m1, still labelled 3@f" in out) == (0, True)
+    assert sent == [{"model_path": "/models/m1", "weight_version": "3@f", "flush_cache": False}]
 
 
 # The scripts themselves
