@@ -207,6 +207,16 @@ class KubeApi:
             options["gracePeriodSeconds"] = grace_seconds
         await self._request("DELETE", resource.path(namespace, name), body=options)
 
+    async def ask_pod(
+        self, pod: str, port: int, path: str, *, namespace: str, body: Object | None = None, seconds: float
+    ) -> Object:
+        """What a server in a pod answers through the API server's proxy: GET, or POST of a body as JSON.
+
+        The server's own refusals are told as if they were Kubernetes'. Raises Unreachable after `seconds`.
+        """
+        address = POD.path(namespace, f"{pod}:{port}", f"proxy{path}")
+        return await self._request("GET" if body is None else "POST", address, body=body, seconds=seconds)
+
     def _headers(self) -> dict[str, str]:
         token = self.credentials.token()
         return {"Authorization": f"Bearer {token}"} if token else {}
@@ -219,12 +229,20 @@ class KubeApi:
         parameters: dict[str, str] | None = None,
         body: Any = None,
         content_type: str = "application/json",
+        seconds: float = REQUEST_SECONDS,
     ) -> Object:
         content = json.dumps(body) if body is not None else None
         for attempt in range(1, ATTEMPTS + 1):
             headers = self._headers() | ({"Content-Type": content_type} if content is not None else {})
             try:
-                response = await self._http.request(method, path, params=parameters, content=content, headers=headers)
+                response = await self._http.request(
+                    method,
+                    path,
+                    params=parameters,
+                    content=content,
+                    headers=headers,
+                    timeout=httpx.Timeout(seconds, connect=10.0),
+                )
             except httpx.ConnectError as error:
                 if attempt == ATTEMPTS:
                     raise Unreachable(f"{method} {path}: {error}") from error

@@ -230,9 +230,12 @@ _SEVERITY = {
 def worst(engines: Iterable[EngineView]) -> EngineView | None:
     """The engine whose reason explains best why the group does not serve in full."""
     ill = [view for view in engines if view.record.phase not in (EnginePhase.SERVING, EnginePhase.RESERVED)]
-    return min(
-        ill, key=lambda view: (not _is_news(view.record), _SEVERITY[view.record.phase], view.record.index), default=None
-    )
+    return min(ill, key=lambda view: worst_first(view.record), default=None)
+
+
+def worst_first(record: EngineStatus) -> tuple[bool, int, int]:
+    """Sort key of the engines of a group: trouble before what heals by itself, and what serves last."""
+    return not _is_news(record), _SEVERITY[record.phase], record.index
 
 
 def _explain(group: str, view: EngineView | None, serving: int, desired: int) -> tuple[str, str]:

@@ -334,3 +334,26 @@ def test_a_watch_tells_changes_since_the_version_until_the_server_ends_it() -> N
 def test_a_watch_that_is_too_old_has_expired_whether_told_by_status_or_by_event(server: Server) -> None:
     with pytest.raises(Expired):
         watched(server)
+
+
+# Servers in pods
+
+
+def test_a_server_in_a_pod_is_asked_through_the_proxy_and_its_refusal_is_an_error() -> None:
+    server = Server((200, {"weight_version": "3"}), (200, {"success": True}), (400, {"message": "no such folder"}))
+
+    async def question(api: KubeApi) -> tuple[Any, Any]:
+        info = await api.ask_pod("qwen-main-0-e1-r0", 30000, "/model_info", namespace="rl", seconds=5)
+        loaded = await api.ask_pod("p", 30000, "/load", namespace="rl", body={"path": "/m"}, seconds=5)
+        with pytest.raises(Invalid, match="no such folder"):
+            await api.ask_pod("p", 30000, "/load", namespace="rl", body={}, seconds=5)
+        return info, loaded
+
+    assert ask(server, question) == ({"weight_version": "3"}, {"success": True})
+    path = "/api/v1/namespaces/rl/pods/p:30000/proxy/load"
+    assert server.asked == [
+        ("GET", "/api/v1/namespaces/rl/pods/qwen-main-0-e1-r0:30000/proxy/model_info"),
+        ("POST", path),
+        ("POST", path),
+    ]
+    assert server.requests[1][3] == {"path": "/m"}
