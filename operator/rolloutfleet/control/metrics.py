@@ -14,13 +14,20 @@ from typing import Any
 
 import httpx
 from aiohttp import web
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
-from prometheus_client.aiohttp import make_aiohttp_handler
+from prometheus_client import (
+    CONTENT_TYPE_PLAIN_0_0_4,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    Metric,
+    ProcessCollector,
+    generate_latest,
+)
 from pydantic import ValidationError
 
 from rolloutfleet.api.server_group import ServerGroupStatus
 from rolloutfleet.control.store import FleetKey
-from rolloutfleet.plan.recovery_times import ends, reached
+from rolloutfleet.plan.recovery_times import STAGES, ends, reached
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +37,12 @@ PATH = "/metrics"
 RECOVERY_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600)
 REQUEST_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
+COMMON_ENDS = (
+    *("EngineExited", "OOMKilled", "StartupDeadlineExceeded", "Hung", "NotAnswering"),
+    *("PodDeleted", "NodeNotReady"),
+)
+"""Shown as 0 before the first one. A counter that begins with 1 has not risen, as far as Prometheus can tell; of these
+the first one counts in a rate too."""
 WORDS = 64
 OTHER = "Other"
 """In place of a reason, once WORDS different ones were met: most of them are Kubernetes' own, whose list is open."""
@@ -82,6 +95,9 @@ class Metrics:
             buckets=RECOVERY_BUCKETS,
             registry=self.registry,
         )
+        for stage in STAGES:
+            for cause in COMMON_ENDS:
+                self._recovery.labels(stage, self._reason(cause))
         self._reconciles = Histogram(
             "rolloutfleet_reconcile_seconds",
             "One reconcile of one fleet: observe, plan, act",
@@ -222,11 +238,32 @@ async def serve(registry: CollectorRegistry, *, port: int = PORT) -> None:
         await runner.cleanup()
 
 
-async def started(registry: CollectorRegistry, *, port: int) -> web.AppRunner:
+async def started(registry: CollectorRegistry, *, port: int, host: str | None = None) -> web.AppRunner:
     """A server that answers already; `cleanup` ends it."""
+
+    async def scrape(_: web.Request) -> web.Response:
+        # Read at one moment, here, where everything is written; put in words beside the loop, since that takes longer
+        # than what a reconcile should wait for (at 1,000 fleets 0.03 s and 0.2 s).
+        found = _Collected(list(registry.collect()))
+        text = await asyncio.to_thread(generate_latest, found)
+        headers = {"Content-Type": CONTENT_TYPE_PLAIN_0_0_4}
+        response = web.Response(body=text, headers=headers, zlib_executor_size=1 << 16)
+        response.enable_compression()
+        return response
+
     app = web.Application()
-    app.router.add_get(PATH, make_aiohttp_handler(registry))
+    app.router.add_get(PATH, scrape)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
-    await web.TCPSite(runner, port=port).start()
+    await web.TCPSite(runner, host, port).start()
     return runner
+
+
+class _Collected:
+    """A collector of what was collected already."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> list[Metric]:
+        return self._metrics

@@ -15,7 +15,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from rolloutfleet.api.common import EnginePhase
-from rolloutfleet.control.metrics import Metrics
+from rolloutfleet.control.metrics import COMMON_ENDS, Metrics
 from rolloutfleet.control.store import FleetKey, FleetStore
 from rolloutfleet.kube.queue import WorkQueue
 from rolloutfleet.plan.observed import external_uid, parse_time
@@ -23,12 +23,6 @@ from rolloutfleet.plan.observed import external_uid, parse_time
 FLEET = ("namespace", "server")
 GROUP = (*FLEET, "group")
 
-COMMON_ENDS = (
-    *("EngineExited", "OOMKilled", "StartupDeadlineExceeded", "Hung", "NotAnswering"),
-    *("PodDeleted", "NodeNotReady"),
-)
-"""Shown as 0 before the first one. A counter that begins with 1 has not risen, as far as Prometheus can tell; for these
-the first end of a life counts in a rate too."""
 BEHIND = frozenset({"WeightsBehind", "CatchUpFailed"})
 
 
