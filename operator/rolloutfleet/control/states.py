@@ -15,6 +15,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from rolloutfleet.api.common import EnginePhase
+from rolloutfleet.api.weight_labels import fleet_id, parse_label
 from rolloutfleet.control.metrics import COMMON_ENDS, Metrics
 from rolloutfleet.control.store import FleetKey, FleetStore
 from rolloutfleet.kube.queue import WorkQueue
@@ -23,7 +24,7 @@ from rolloutfleet.plan.observed import external_uid, parse_time
 FLEET = ("namespace", "server")
 GROUP = (*FLEET, "group")
 
-BEHIND = frozenset({"WeightsBehind", "CatchUpFailed"})
+BEHIND = frozenset({"WeightsBehind", "WrongWeights", "CatchUpFailed"})
 
 
 @dataclass(frozen=True)
@@ -103,11 +104,14 @@ class States:
             labels=(*GROUP, "reason"),
         )
         there: set[tuple[FleetKey, str]] = set()
+        groups_of: dict[FleetKey, list[Mapping[str, Any]]] = {}
+        for key, group in self._sources.store.groups():
+            groups_of.setdefault(key, []).append(group)
         for key in self._sources.store.fleet_keys():
             server = self._sources.store.server(key)
             if server is None:
                 continue
-            groups = self._sources.store.groups(key)
+            groups = groups_of.get(key, [])
             of_server.add(key, self._server(server, groups))
             for group in groups:
                 name = group["metadata"]["name"]
@@ -144,16 +148,18 @@ class States:
         }
         if version is not None:
             values["weight_version"] = version
-            values["weight_version_skew"] = max((self._skew(engine, version) for engine in engines), default=0)
+            fleet = fleet_id(server["metadata"]["uid"])
+            values["weight_version_skew"] = max((self._skew(engine, version, fleet) for engine in engines), default=0)
         return values
 
-    def _skew(self, engine: Mapping[str, Any], committed: int) -> int:
+    def _skew(self, engine: Mapping[str, Any], committed: int, fleet: str) -> int:
         """By the engine's label, which is no proof: one known to have other weights is behind by one at least."""
         uid = external_uid(engine["url"]) if engine.get("facts") else engine.get("podUid", "")
         probe = self._sources.store.probes.get(uid)
         if probe is None or not probe.answering:
             return 0
-        behind = committed - int(probe.label) if probe.label.isdecimal() else 0
+        label = parse_label(probe.label)
+        behind = committed - label.version if label is not None and label.fleet in ("", fleet) else 0
         return max(behind, 1 if engine.get("reason") in BEHIND else 0)
 
     def _pending(self, engine: Mapping[str, Any]) -> float:

@@ -199,10 +199,6 @@ class FleetStore:
     def object(self, key: FleetKey, kind: str, name: str) -> dict[str, Any] | None:
         return self._objects(key, kind).get(name)
 
-    def groups(self, key: FleetKey) -> list[Mapping[str, Any]]:
-        """Its ServerGroups, as the API server wrote them."""
-        return [*self._objects(key, "ServerGroup").values()]
-
     def pods(self, component: str) -> list[tuple[FleetKey, dict[str, Any]]]:
         return [
             (key, pod)

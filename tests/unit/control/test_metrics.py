@@ -185,7 +185,10 @@ def test_the_skew_is_that_of_the_oldest_engine_that_answers() -> None:
 @pytest.mark.parametrize(
     ("label", "reason", "skew"),
     [
-        ("7", "CatchUpFailed", 1),  # the checksum is not the label's
+        ("4@uid-qwen", "WeightsBehind", 3),
+        ("4@uid-othe", "OtherFleet", 0),  # whoever has its address by now: it is not this fleet's
+        ("7@uid-qwen", "WrongWeights", 1),  # the checksum is not the label's
+        ("7", "CatchUpFailed", 1),
         ("8", "", 0),  # an update is under way
         ("default", "", 0),  # somebody else's engine, not adopted yet
         ("", "", 0),  # an encoder

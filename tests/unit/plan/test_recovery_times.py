@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rolloutfleet.api.server_group import EngineStatus, Recovery, ServerGroupStatus
-from rolloutfleet.plan.recovery_times import STAGES, ends, reached
+from rolloutfleet.plan.actions import Action, ApplyStatus
+from rolloutfleet.plan.recovery_times import STAGES, Reached, ends, reached
+from unit.plan.world import World, rollout_server
 
 FIRST = Recovery(epoch=2, reason="OOMKilled", detected="2026-01-01T00:00:00.000+00:00")
 
@@ -75,3 +81,46 @@ def test_a_write_that_repeats_the_last_one_tells_nothing(old: ServerGroupStatus,
     stages = sum(bool(getattr(r, stage)) for engine in new.engines for r in engine.recoveries for stage in STAGES)
     assert len(reached(old, new)) <= len(reached(ServerGroupStatus(), new)) == stages
     assert all(seconds >= 0 for _, _, seconds in reached(old, new))
+
+
+# As the plan writes it
+
+
+class Listening(World):
+    """What is told by each status that its plans write."""
+
+    def __init__(self, server: dict[str, Any]) -> None:
+        super().__init__(server)
+        self.told: list[Reached] = []
+        self.ended: list[str] = []
+
+    def perform(self, action: Action) -> None:
+        if isinstance(action, ApplyStatus) and action.kind == "ServerGroup":
+            old = ServerGroupStatus.model_validate(self.children[f"ServerGroup/{action.name}"].get("status") or {})
+            new = ServerGroupStatus.model_validate(action.status)
+            self.told += reached(old, new)
+            self.ended += ends(old, new)
+        super().perform(action)
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (lambda world, pod: world.crash_pod(pod), "EngineExited"),
+        (lambda world, pod: world.delete_pod(pod), "PodDeleted"),
+    ],
+)
+def test_one_engine_that_ends_is_told_as_one_end_and_four_stages_in_order(
+    end: Callable[[World, str], None], reason: str
+) -> None:
+    world = Listening(rollout_server(replicas=3))
+    world.settle()
+    assert world.told == []
+    assert world.ended == []
+    end(world, world.group_status()["engines"][0]["pod"])
+    world.settle()
+    assert len(world.listed()) == 3
+    assert world.ended == [reason]
+    assert [stage for stage, _, _ in world.told] == list(STAGES)
+    assert {cause for _, cause, _ in world.told} == {reason}
+    assert [seconds for _, _, seconds in world.told] == sorted(seconds for _, _, seconds in world.told)
