@@ -183,9 +183,9 @@ class Metrics:
             word = self._reason(cause)
             of_group[word] = of_group.get(word, 0) + 1
 
-    def transport(self, limits: httpx.Limits) -> httpx.AsyncBaseTransport:
-        """For the client of engines and routers."""
-        return _Observed(self, limits)
+    def observed(self, transport: httpx.AsyncBaseTransport) -> httpx.AsyncBaseTransport:
+        """The transport by which engines and routers are asked, with each question counted."""
+        return _Observed(self, transport)
 
 
 def _with_news(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[ServerGroupStatus, ServerGroupStatus]:
@@ -206,9 +206,9 @@ def _of(engines: Iterable[Mapping[str, Any]]) -> ServerGroupStatus:
 class _Observed(httpx.AsyncBaseTransport):
     """Tells how long each question took."""
 
-    def __init__(self, metrics: Metrics, limits: httpx.Limits) -> None:
+    def __init__(self, metrics: Metrics, inner: httpx.AsyncBaseTransport) -> None:
         self._metrics = metrics
-        self._inner = httpx.AsyncHTTPTransport(trust_env=False, limits=limits)
+        self._inner = inner
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         asked = ASKED.get((request.method, request.url.path))

@@ -86,7 +86,8 @@ class Operator:
         self._services = services
         self._metrics = metrics or Metrics()
         limits = httpx.Limits(max_connections=256, max_keepalive_connections=128)
-        self._http = httpx.AsyncClient(trust_env=False, transport=self._metrics.transport(limits))
+        transport = httpx.AsyncHTTPTransport(trust_env=False, limits=limits)
+        self._http = httpx.AsyncClient(trust_env=False, transport=self._metrics.observed(transport))
         self.store = FleetStore(clock=now)
         self.queue: WorkQueue[FleetKey] = WorkQueue()
         States(self._metrics, Sources(store=self.store, queue=lambda: self.queue, leading=lambda: True, clock=now))

@@ -355,7 +355,7 @@ def test_questions_are_timed_by_what_was_asked_and_a_paused_engine_has_answered(
     metrics = Metrics()
 
     async def scenario() -> None:
-        async with httpx.AsyncClient(trust_env=False, transport=metrics.transport(httpx.Limits())) as http:
+        async with httpx.AsyncClient(trust_env=False, transport=metrics.observed(httpx.AsyncHTTPTransport())) as http:
             async with StandIn(paused_and_failing) as stand_in:
                 engine = EngineClient(stand_in.url, http=http)
                 assert await engine.ping()
