@@ -238,7 +238,8 @@ class KubeApi:
         The server's own refusals are told as if they were Kubernetes'. Raises Unreachable after `seconds`.
         """
         address = POD.path(namespace, f"{pod}:{port}", f"proxy{path}")
-        return await self._request("GET" if body is None else "POST", address, body=body, seconds=seconds)
+        verb = "get" if body is None else "create"
+        return await self._request(verb, "pods/proxy", address, body=body, seconds=seconds)
 
     def _headers(self) -> dict[str, str]:
         token = self.credentials.token()

@@ -346,6 +346,7 @@ def test_each_request_is_observed_by_verb_resource_and_code_without_names() -> N
         await api.patch(MUTATING_WEBHOOK, "hook", {})
         await api.delete(POD, "p", namespace="rl")
         await api.serves("scheduling.x-k8s.io", "v1alpha1", "podgroups")
+        await api.ask_pod("p", 8477, "/v1/fleets", namespace="rl", seconds=5)
 
     ask(Server((200, {"metadata": {}})), all_verbs, observe=observed)
     assert observed.seen == [
@@ -357,6 +358,7 @@ def test_each_request_is_observed_by_verb_resource_and_code_without_names() -> N
         ("patch", "mutatingwebhookconfigurations", "200"),
         ("delete", "pods", "200"),
         ("get", "apis", "200"),
+        ("get", "pods/proxy", "200"),
     ]
     assert all(0 <= seconds < 60 for seconds in observed.seconds)
 
