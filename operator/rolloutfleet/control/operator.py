@@ -22,9 +22,11 @@ from rolloutfleet.api.names import COMPONENT_TRAINER, LABEL_COMPONENT, LABEL_MAN
 from rolloutfleet.control.engine_work import EngineWork
 from rolloutfleet.control.executor import Executor
 from rolloutfleet.control.health import HealthChecker
+from rolloutfleet.control.metrics import Metrics
 from rolloutfleet.control.object_writer import ObjectWriter
 from rolloutfleet.control.probes import Prober
 from rolloutfleet.control.reconcile import Reconciler
+from rolloutfleet.control.states import Sources, States
 from rolloutfleet.control.store import FleetKey, FleetStore, component_of
 from rolloutfleet.control.tables import Tables
 from rolloutfleet.control.trainers import TrainerPods
@@ -76,16 +78,19 @@ class Operator:
         api: kube.KubeApi,
         defaults: Defaults,
         namespace: str | None,
+        metrics: Metrics | None = None,
         services: tuple[Callable[[kube.KubeApi], Awaitable[None]], ...] = (),
     ) -> None:
         self._api = api
         self._namespace = namespace
         self._services = services
-        self._http = httpx.AsyncClient(
-            trust_env=False, limits=httpx.Limits(max_connections=256, max_keepalive_connections=128)
-        )
+        self._metrics = metrics or Metrics()
+        limits = httpx.Limits(max_connections=256, max_keepalive_connections=128)
+        transport = httpx.AsyncHTTPTransport(trust_env=False, limits=limits)
+        self._http = httpx.AsyncClient(trust_env=False, transport=self._metrics.observed(transport))
         self.store = FleetStore(clock=now)
         self.queue: WorkQueue[FleetKey] = WorkQueue()
+        States(self._metrics, Sources(store=self.store, queue=lambda: self.queue, leading=lambda: True, clock=now))
         prober = Prober(
             store=self.store,
             enqueue=self.queue.add,
@@ -113,6 +118,7 @@ class Operator:
                 enqueue=self.queue.add,
                 enqueue_after=self.queue.add_after,
                 clock=now,
+                metrics=self._metrics,
             ),
             tables=Tables(
                 api=api,
@@ -144,10 +150,11 @@ class Operator:
 
     async def start(self) -> None:
         await self._resync()
+        reconcile = self._metrics.timed(self._reconciler)
         self._tasks = [
             asyncio.create_task(self._prober.run(), name="prober"),
             asyncio.create_task(self._health.run(), name="health"),
-            asyncio.create_task(self.queue.run(workers=WORKERS, reconcile=self._reconciler), name="queue"),
+            asyncio.create_task(self.queue.run(workers=WORKERS, reconcile=reconcile), name="queue"),
             asyncio.create_task(self._resync_for_ever(), name="resync"),
             asyncio.create_task(self._trainers.run(), name="trainers"),
             *(asyncio.create_task(_service(service, self._api), name="service") for service in self._services),
@@ -174,6 +181,7 @@ class Operator:
 
     def saw(self, kind: str, kind_of_event: str | None, body: dict[str, Any]) -> None:
         """A watch event, or an object of kopf's first list (`kind_of_event` None)."""
+        self._metrics.heard(kind)
         if kind == "Pod" and component_of(body) == COMPONENT_TRAINER:
             self._trainers.saw(body, deleted=kind_of_event == "DELETED")
             return
@@ -190,6 +198,7 @@ class Operator:
         for watched in WATCHED:
             namespace = self._namespace if watched.resource.namespaced else None
             listed = await self._api.list(watched.resource, namespace=namespace, label_selector=watched.selector)
+            self._metrics.heard(watched.resource.kind)
             if watched.resource is kube.NODE:
                 changed = self.store.replace_nodes(listed.items)
             else:
