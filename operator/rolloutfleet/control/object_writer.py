@@ -101,20 +101,26 @@ class ObjectWriter:
             return
 
     async def apply_status(self, key: FleetKey, action: ApplyStatus) -> None:
-        manifest = {
-            "apiVersion": API_VERSION,
-            "kind": action.kind,
-            # The UID keeps an apply from bringing a vanished object back to life.
-            "metadata": {"name": action.name, "namespace": key.namespace, "uid": action.uid},
-            "status": action.status,
-        }
+        resource = kube.by_kind(action.kind)
+        metadata = {"name": action.name, "namespace": key.namespace, "uid": action.uid}
+        if action.version:
+            metadata["resourceVersion"] = action.version
+        manifest = {"apiVersion": API_VERSION, "kind": action.kind, "metadata": metadata, "status": action.status}
         try:
-            applied = await self._api.apply(
-                kube.by_kind(action.kind), manifest, field_manager=OPERATOR_MANAGER, force=True, subresource="status"
+            held = await self._api.apply(
+                resource, manifest, field_manager=OPERATOR_MANAGER, force=True, subresource="status"
             )
-        except (kube.NotFound, kube.Conflict) as error:
+        except kube.NotFound as error:
             raise Stop from error
-        self._store.upsert(action.kind, applied)
+        except kube.Conflict as error:
+            # The watch may lag, and the next plan must not be made from the version that was refused just now.
+            try:
+                held = await self._api.get(resource, action.name, namespace=key.namespace)
+            except kube.NotFound:
+                raise Stop from error
+            self._store.upsert(action.kind, held)
+            raise Stop from error
+        self._store.upsert(action.kind, held)
 
     async def create_pod(self, key: FleetKey, manifest: Mapping[str, Any]) -> None:
         name = manifest["metadata"]["name"]
