@@ -48,7 +48,8 @@ class ObjectWriter:
         if manifest["kind"] == "ServerGroup" and "replicas" not in manifest["spec"]:
             await self._hand_over_scale(key, manifest["metadata"]["name"])
         applied = await self._api.apply(resource, dict(manifest), field_manager=OPERATOR_MANAGER, force=True)
-        self._store.upsert(manifest["kind"], applied)
+        if self._store.upsert(manifest["kind"], applied) is not None:
+            self._enqueue(key)  # the watch will tell nothing that is new, and a group that was made wants pods
         name = f"{manifest['kind']}/{manifest['metadata']['name']}"
         self._store.applied_versions.setdefault(key, {})[name] = version_of(applied)
 

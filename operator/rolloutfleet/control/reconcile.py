@@ -29,15 +29,20 @@ class Reconciler:
         queue: WorkQueue[FleetKey],
         defaults: Defaults,
         clock: Callable[[], datetime],
+        looked_at: Callable[[FleetKey], bool],
     ) -> None:
+        """`looked_at`: whether the fleet's engines and routers have been asked how they are since this term began."""
         self._store = store
         self._executor = executor
         self._queue = queue
         self._defaults = defaults
         self._clock = clock
+        self._looked_at = looked_at
 
     async def __call__(self, key: FleetKey) -> None:
         # Observe
+        if not self._looked_at(key):
+            return  # an engine that nobody has asked yet is not one that does not answer
         try:
             fleet = self._store.fleet(key)
         except ValidationError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,8 +72,17 @@ class WatchEvent:
 class KubeApi:
     """Raises ApiError and its kinds (kube/errors.py)."""
 
-    def __init__(self, credentials: Credentials, *, max_connections: int = 64) -> None:
+    def __init__(
+        self,
+        credentials: Credentials,
+        *,
+        max_connections: int = 64,
+        before_write: Callable[[], None] | None = None,
+    ) -> None:
+        """`before_write` is called just before anything but a read is sent, repetitions too; what it raises is raised
+        instead."""
         self.credentials = credentials
+        self._before_write = before_write
         self._http = httpx.AsyncClient(
             base_url=credentials.server,
             verify=credentials.tls,
@@ -234,6 +243,8 @@ class KubeApi:
         content = json.dumps(body) if body is not None else None
         for attempt in range(1, ATTEMPTS + 1):
             headers = self._headers() | ({"Content-Type": content_type} if content is not None else {})
+            if method != "GET" and self._before_write is not None:
+                self._before_write()
             try:
                 response = await self._http.request(
                     method,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-from rolloutfleet.kube.client import LEASE, ApiError, Conflict, KubeApi, Object
+from rolloutfleet.kube.client import LEASE, AlreadyExists, ApiError, Conflict, KubeApi, NotFound, Object
 
 logger = logging.getLogger(__name__)
 
@@ -24,13 +24,19 @@ RENEW_SECONDS = 4.0
 class HeldBy(Exception):
     """Somebody else leads."""
 
-    def __init__(self, holder: str) -> None:
+    def __init__(self, holder: str, *, seconds_left: float = 0.0) -> None:
         super().__init__(f"led by {holder}")
         self.holder = holder
+        self.seconds_left = seconds_left
+        """Until the lease runs out if its holder does not renew it; 0 where that is not known."""
 
 
 class LeaseHolder:
-    """One contender for one Lease, which must exist (the operator makes it)."""
+    """One contender for one Lease.
+
+    `margin_seconds`: how long before others may take over the lease stops to be valid here, so that what was sent at
+    the last moment arrives in time. `create`: make the Lease if there is none; else that is NotFound.
+    """
 
     def __init__(
         self,
@@ -39,12 +45,20 @@ class LeaseHolder:
         namespace: str,
         name: str,
         identity: str,
+        duration_seconds: int = DURATION_SECONDS,
+        renew_seconds: float = RENEW_SECONDS,
+        margin_seconds: float = 0.0,
+        create: bool = False,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._api = api
         self._namespace = namespace
         self._name = name
         self._identity = identity
+        self._duration = duration_seconds
+        self._renew = renew_seconds
+        self._margin = margin_seconds
+        self._create = create
         self._monotonic = monotonic
         self._seen: tuple[object, ...] = ()
         self._seen_at = 0.0
@@ -56,11 +70,14 @@ class LeaseHolder:
     @property
     def valid(self) -> bool:
         """We lead, for certain: no other can have taken over yet."""
-        return self._monotonic() < self._valid_until
+        return self._left() > 0
 
     async def acquire(self) -> int:
         """Become the leader; the fencing number. Raises HeldBy, ApiError."""
-        lease = await self._api.get(LEASE, self._name, namespace=self._namespace)
+        try:
+            lease = await self._found()
+        except AlreadyExists as error:
+            raise HeldBy("another contender") from error
         spec = lease.get("spec") or {}
         holder = str(spec.get("holderIdentity") or "")
         observed = (holder, spec.get("renewTime"), spec.get("leaseTransitions"))
@@ -68,9 +85,10 @@ class LeaseHolder:
         if observed != self._seen:
             self._seen, self._seen_at = observed, now
         self.holder = holder
-        duration = float(spec.get("leaseDurationSeconds") or DURATION_SECONDS)
-        if holder and holder != self._identity and now < self._seen_at + duration:
-            raise HeldBy(holder)
+        duration = float(spec.get("leaseDurationSeconds") or self._duration)
+        left = self._seen_at + duration - now
+        if holder and holder != self._identity and left > 0:
+            raise HeldBy(holder, seconds_left=left)
         # A restarted process of the same pod gets a new number as well: its predecessor's late writes are refused.
         fence = int(spec.get("leaseTransitions") or 0) + 1
         try:
@@ -78,6 +96,17 @@ class LeaseHolder:
         except Conflict as error:
             raise HeldBy("another contender") from error
         return fence
+
+    async def _found(self) -> Object:
+        try:
+            return await self._api.get(LEASE, self._name, namespace=self._namespace)
+        except NotFound:
+            if not self._create:
+                raise
+        metadata = {"name": self._name, "namespace": self._namespace}
+        return await self._api.create(
+            LEASE, {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata}
+        )
 
     async def renew(self) -> None:
         """Raises HeldBy when another has taken over, ApiError when nothing is known.
@@ -110,7 +139,7 @@ class LeaseHolder:
         spec = {
             **(lease.get("spec") or {}),
             "holderIdentity": self._identity,
-            "leaseDurationSeconds": DURATION_SECONDS,
+            "leaseDurationSeconds": self._duration,
             "leaseTransitions": fence,
             "renewTime": stamp,
         }
@@ -119,16 +148,27 @@ class LeaseHolder:
         lease["spec"] = spec
         await self._api.update(LEASE, lease)
         self.fence, self.holder = fence, self._identity
-        self._valid_until = before + DURATION_SECONDS
+        self._valid_until = before + self._duration - self._margin
 
     async def keep(self) -> None:
-        """Renew until the lease is lost or cannot be renewed in time; then return."""
-        while self.valid:
-            await asyncio.sleep(RENEW_SECONDS)
+        """Renew until the lease is lost or cannot be renewed in time; return at that very moment."""
+        # A connection that hangs must leave time for an attempt over another one.
+        patience = (self._duration - self._margin - self._renew) / 2
+        pause = self._renew
+        while True:
+            await asyncio.sleep(min(pause, max(self._left(), 0.0)))
+            if not self.valid:
+                return
+            begun = self._monotonic()
             try:
-                await self.renew()
+                async with asyncio.timeout(min(patience, self._left())):
+                    await self.renew()
             except HeldBy as error:
                 logger.warning("lease %s lost: %s", self._name, error)
                 return
-            except ApiError as error:
-                logger.warning("lease %s not renewed: %s", self._name, error)
+            except (ApiError, TimeoutError) as error:
+                logger.warning("lease %s not renewed: %s", self._name, str(error) or type(error).__name__)
+            pause = max(self._renew - (self._monotonic() - begun), 0.0)
+
+    def _left(self) -> float:
+        return self._valid_until - self._monotonic()

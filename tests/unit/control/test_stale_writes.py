@@ -68,11 +68,12 @@ class Scene:
         self.plan = group_status(world)
         self.api = OneGroup(copy.deepcopy(world.children["ServerGroup/qwen-main"]))
         self.operator = Operator(api=self.api, defaults=DEFAULTS, namespace=None)
+        self.term = self.operator.begin_term()
         self.operator.store.upsert("RolloutServer", copy.deepcopy(world.server))
         self.operator.store.upsert("ServerGroup", copy.deepcopy(self.api.group))
 
     async def perform(self) -> None:
-        await self.operator._executor.perform(KEY, self.plan)
+        await self.term.executor.perform(KEY, self.plan)
 
     def known(self) -> str:
         held = self.operator.store.object(KEY, "ServerGroup", "qwen-main")
