@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable
 
-from rolloutfleet.control.freshness import Stop
+from rolloutfleet.control.freshness import NotLeading
 from rolloutfleet.kube.client import ApiError, KubeApi
 from rolloutfleet.kube.lease import HeldBy, LeaseHolder
 
@@ -29,7 +30,9 @@ RELEASE_SECONDS = 1.0
 SLACK_SECONDS = 0.01
 
 
-def operators_lease(api: KubeApi, namespace: str, identity: str) -> LeaseHolder:
+def operators_lease(
+    api: KubeApi, namespace: str, identity: str, *, monotonic: Callable[[], float] = time.monotonic
+) -> LeaseHolder:
     """`identity`: the pod's name, so that a container that starts anew in it need not wait for its own lease to end."""
     return LeaseHolder(
         api=api,
@@ -40,11 +43,8 @@ def operators_lease(api: KubeApi, namespace: str, identity: str) -> LeaseHolder:
         renew_seconds=RENEW_SECONDS,
         margin_seconds=MARGIN_SECONDS,
         create=True,
+        monotonic=monotonic,
     )
-
-
-class NotLeading(Stop):
-    """It is not certain that this replica leads: another one may have begun."""
 
 
 class Leadership:

@@ -60,7 +60,7 @@ class Term:
             return EncoderTable(url, http=http)
 
         store.forget_what_was_done()
-        self._prober = Prober(
+        self.prober = Prober(
             store=store,
             enqueue=self.queue.add,
             engine=engine,
@@ -77,7 +77,7 @@ class Term:
             monotonic=time.monotonic,
             chance=random.random,
         )
-        self._engines = EngineWork(api=api, store=store, prober=self._prober, engine=engine, enqueue=self.queue.add)
+        self._engines = EngineWork(api=api, store=store, prober=self.prober, engine=engine, enqueue=self.queue.add)
         self.executor = Executor(
             objects=ObjectWriter(
                 api=api, store=store, enqueue=self.queue.add, enqueue_after=self.queue.add_after, clock=clock
@@ -85,7 +85,7 @@ class Term:
             tables=Tables(
                 api=api,
                 store=store,
-                prober=self._prober,
+                prober=self.prober,
                 router=router,
                 encoder_table=encoder_table,
                 enqueue_after=self.queue.add_after,
@@ -94,26 +94,26 @@ class Term:
             engines=self._engines,
             require=require,
         )
-        self._reconciler = Reconciler(
+        self.reconcile = Reconciler(
             store=store,
             executor=self.executor,
             queue=self.queue,
             defaults=defaults,
             clock=clock,
-            looked_at=self._prober.knows,
+            looked_at=self.prober.knows,
         )
 
     async def run(self, *, resync: Callable[[], Awaitable[None]], beside: Callable[[], Awaitable[None]]) -> None:
         """For ever; cancelled when the term ends. `beside`: what else only a leader does."""
         try:
             await _listed(resync)
-            self._prober.expect_all()
+            self.prober.expect_all()
             for key in self._store.fleet_keys():
                 self.queue.add(key)
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._prober.run(), name="prober")
+                group.create_task(self.prober.run(), name="prober")
                 group.create_task(self._health.run(), name="health")
-                group.create_task(self.queue.run(workers=WORKERS, reconcile=self._reconciler), name="queue")
+                group.create_task(self.queue.run(workers=WORKERS, reconcile=self.reconcile), name="queue")
                 group.create_task(_awaited(beside), name="beside")
         finally:
             await self._engines.close()

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rolloutfleet.control.freshness import NotLeading
 from rolloutfleet.control.leadership import (
     DURATION_SECONDS,
     LEASE,
@@ -19,7 +20,6 @@ from rolloutfleet.control.leadership import (
     MARGIN_SECONDS,
     RENEW_SECONDS,
     Leadership,
-    NotLeading,
 )
 from rolloutfleet.kube.client import KubeApi, Resource
 from rolloutfleet.kube.errors import AlreadyExists, ApiError, Conflict, NotFound, Unreachable
