@@ -234,7 +234,8 @@ def registry_for(operator: Operator) -> kopf.OperatorRegistry:
     async def cleanup(**_: Any) -> None:
         await operator.stop()
 
-    @kopf.on.probe(id="operator", registry=registry)
+    # Permanent: kopf would keep the kubelet waiting for a second attempt after a minute.
+    @kopf.on.probe(id="operator", errors=kopf.ErrorsMode.PERMANENT, registry=registry)
     def probe(**_: Any) -> dict[str, float]:
         return operator.healthy()
 
