@@ -25,7 +25,7 @@ RENEW_SECONDS = 1.0
 MARGIN_SECONDS = 1.0
 LOOK_SECONDS = 0.5
 """How often a standby looks; at the end of a lease that is not renewed it looks at that moment."""
-ATTEMPT_SECONDS = 2.0
+ATTEMPT_SECONDS = 10.0
 RELEASE_SECONDS = 1.0
 SLACK_SECONDS = 0.01
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 
 from rolloutfleet.kube.client import LEASE, AlreadyExists, ApiError, Conflict, KubeApi, NotFound, Object
@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 DURATION_SECONDS = 15
 RENEW_SECONDS = 4.0
+SLOW_SECONDS = 0.5
+"""A holder whose requests take longer asks for a lease of DURATION_SECONDS: a short one would end before its renewal
+has been answered, again and again."""
 
 
 class HeldBy(Exception):
@@ -60,6 +63,8 @@ class LeaseHolder:
         self._margin = margin_seconds
         self._create = create
         self._monotonic = monotonic
+        self._took: dict[str, float] = {}
+        """Seconds that the last request of each kind took, answered or not."""
         self._seen: tuple[object, ...] = ()
         self._seen_at = 0.0
         self._valid_until = 0.0
@@ -99,7 +104,7 @@ class LeaseHolder:
 
     async def _found(self) -> Object:
         try:
-            return await self._api.get(LEASE, self._name, namespace=self._namespace)
+            return await self._get()
         except NotFound:
             if not self._create:
                 raise
@@ -113,7 +118,7 @@ class LeaseHolder:
 
         Among these a Conflict: somebody wrote the object, perhaps only its labels; the next look tells.
         """
-        lease = await self._api.get(LEASE, self._name, namespace=self._namespace)
+        lease = await self._get()
         spec = lease.get("spec") or {}
         if spec.get("holderIdentity") != self._identity or int(spec.get("leaseTransitions") or 0) != self.fence:
             self._valid_until = 0.0
@@ -126,7 +131,7 @@ class LeaseHolder:
         if not self.valid:
             return
         self._valid_until = 0.0
-        lease = await self._api.get(LEASE, self._name, namespace=self._namespace)
+        lease = await self._get()
         spec = lease.get("spec") or {}
         if spec.get("holderIdentity") == self._identity and int(spec.get("leaseTransitions") or 0) == self.fence:
             lease["spec"] = {**spec, "holderIdentity": None}
@@ -135,25 +140,38 @@ class LeaseHolder:
 
     async def _write(self, lease: Object, *, fence: int, acquired: bool) -> None:
         before = self._monotonic()
+        duration = self._wanted_duration()
         stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         spec = {
             **(lease.get("spec") or {}),
             "holderIdentity": self._identity,
-            "leaseDurationSeconds": self._duration,
+            "leaseDurationSeconds": duration,
             "leaseTransitions": fence,
             "renewTime": stamp,
         }
         if acquired:
             spec["acquireTime"] = stamp
         lease["spec"] = spec
-        await self._api.update(LEASE, lease)
+        await self._timed("update", self._api.update(LEASE, lease))
         self.fence, self.holder = fence, self._identity
-        self._valid_until = before + self._duration - self._margin
+        self._valid_until = before + duration - self._margin
+
+    async def _get(self) -> Object:
+        return await self._timed("get", self._api.get(LEASE, self._name, namespace=self._namespace))
+
+    async def _timed(self, what: str, request: Awaitable[Object]) -> Object:
+        begun = self._monotonic()
+        try:
+            return await request
+        finally:
+            self._took[what] = self._monotonic() - begun
+
+    def _wanted_duration(self) -> int:
+        slow = max(self._took.values(), default=0.0) > SLOW_SECONDS
+        return max(self._duration, DURATION_SECONDS) if slow else self._duration
 
     async def keep(self) -> None:
         """Renew until the lease is lost or cannot be renewed in time; return at that very moment."""
-        # A connection that hangs must leave time for an attempt over another one.
-        patience = (self._duration - self._margin - self._renew) / 2
         pause = self._renew
         while True:
             await asyncio.sleep(min(pause, max(self._left(), 0.0)))
@@ -161,6 +179,8 @@ class LeaseHolder:
                 return
             begun = self._monotonic()
             try:
+                # A connection that hangs must leave time for an attempt over another one.
+                patience = (self._wanted_duration() - self._margin - self._renew) / 2
                 async with asyncio.timeout(min(patience, self._left())):
                     await self.renew()
             except HeldBy as error:

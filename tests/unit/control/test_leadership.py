@@ -47,13 +47,14 @@ class Line:
 
     def __init__(self, server: ApiServer) -> None:
         self.server = server
+        self.latency = LATENCY
         self.trouble: ApiError | None = None
         self.hangs = False
 
     async def _pass(self) -> None:
         if self.hangs:
             await asyncio.Event().wait()
-        await asyncio.sleep(LATENCY)
+        await asyncio.sleep(self.latency)
         if self.trouble is not None:
             raise self.trouble
 
@@ -241,6 +242,25 @@ def test_an_api_server_that_is_away_pauses_the_operator_at_most(seconds: float) 
         await asyncio.sleep(20)
         assert sum(replica.acts for replica in replicas) == 1
         assert not any(replica.process.done() for replica in replicas)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("latency", [0.6, 2.0, 3.0])
+def test_where_every_answer_is_late_leases_are_longer_and_the_leader_leads_on(latency: float) -> None:
+    async def scenario() -> None:
+        server = ApiServer()
+        leader = Replica(server, "a")
+        await until(lambda: leader.acts)
+        leader.line.latency = latency
+        await asyncio.sleep(60)
+        terms = len(leader.terms)
+        await asyncio.sleep(300)
+        assert (leader.acts, len(leader.terms)) == (True, terms), "at most the change costs a term"
+        assert server.spec["leaseDurationSeconds"] == 15
+        leader.line.latency = LATENCY
+        await asyncio.sleep(30)
+        assert server.spec["leaseDurationSeconds"] == DURATION_SECONDS
 
     run(scenario())
 
