@@ -1,4 +1,4 @@
-"""The operator process: wires watches, lists, probes, queue and executor together, with kopf as the process shell.
+"""The operator process: watches, lists and leadership, with kopf as the process shell. What acts is a Term.
 
 kopf delivers watch events, answers liveness and handles signals. It reconciles nothing and writes nothing: its
 handlers only feed the store and enqueue the fleet's key.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -19,29 +18,21 @@ import httpx
 import kopf
 
 from rolloutfleet.api.names import COMPONENT_TRAINER, LABEL_COMPONENT, LABEL_MANAGED_BY, MANAGED_BY
-from rolloutfleet.control.engine_work import EngineWork
-from rolloutfleet.control.executor import Executor
-from rolloutfleet.control.health import HealthChecker
+from rolloutfleet.control.leadership import Leadership
 from rolloutfleet.control.metrics import Metrics
-from rolloutfleet.control.object_writer import ObjectWriter
-from rolloutfleet.control.probes import Prober
-from rolloutfleet.control.reconcile import Reconciler
 from rolloutfleet.control.states import Sources, States
 from rolloutfleet.control.store import FleetKey, FleetStore, component_of
-from rolloutfleet.control.tables import Tables
+from rolloutfleet.control.term import Term
 from rolloutfleet.control.trainers import TrainerPods
-from rolloutfleet.engine.router import RouterClient
-from rolloutfleet.engine.sglang import EncoderClient, EncoderTable, EngineClient
+from rolloutfleet.control.watch_health import WatchHealth
 from rolloutfleet.kube import client as kube
-from rolloutfleet.kube.queue import WorkQueue
 from rolloutfleet.plan.objects import Defaults
 
 logger = logging.getLogger(__name__)
 
-WORKERS = 8
 RESYNC_SECONDS = 60.0
 STALE_SECONDS = 5 * RESYNC_SECONDS
-"""Liveness fails when no full list has succeeded, or a fleet has waited, for this long."""
+"""Liveness fails when no full list has succeeded, a watch owed an event, or a fleet waited, for this long."""
 OURS = f"{LABEL_MANAGED_BY}={MANAGED_BY}"
 
 
@@ -78,133 +69,134 @@ class Operator:
         api: kube.KubeApi,
         defaults: Defaults,
         namespace: str | None,
+        leadership: Leadership | None = None,
         metrics: Metrics | None = None,
-        services: tuple[Callable[[kube.KubeApi], Awaitable[None]], ...] = (),
+        services: tuple[Callable[[], Awaitable[None]], ...] = (),
     ) -> None:
+        """`services` run in every replica, whether it leads or not."""
         self._api = api
         self._namespace = namespace
+        self._defaults = defaults
+        self._leadership = leadership or Leadership()
         self._services = services
         self._metrics = metrics or Metrics()
         limits = httpx.Limits(max_connections=256, max_keepalive_connections=128)
         transport = httpx.AsyncHTTPTransport(trust_env=False, limits=limits)
-        self._http = httpx.AsyncClient(trust_env=False, transport=self._metrics.observed(transport))
+        self._http = httpx.AsyncClient(
+            trust_env=False,
+            transport=self._metrics.observed(transport),
+            event_hooks={"request": [self._before_engine_call]},
+        )
         self.store = FleetStore(clock=now)
-        self.queue: WorkQueue[FleetKey] = WorkQueue()
-        States(self._metrics, Sources(store=self.store, queue=lambda: self.queue, leading=lambda: True, clock=now))
-        prober = Prober(
-            store=self.store,
-            enqueue=self.queue.add,
-            engine=self._engine,
-            router=self._router,
-            encoder=lambda url: EncoderClient(url, http=self._http),
-            encoder_table=self._encoder_table,
-            monotonic=time.monotonic,
-        )
-        self._health = HealthChecker(
-            store=self.store,
-            enqueue=self.queue.add,
-            engine=self._engine,
-            encoder=lambda url: EncoderClient(url, http=self._http),
-            monotonic=time.monotonic,
-            chance=random.random,
-        )
-        self._engines = EngineWork(
-            api=api, store=self.store, prober=prober, engine=self._engine, enqueue=self.queue.add
-        )
-        self._executor = Executor(
-            objects=ObjectWriter(
-                api=api,
+        self.term: Term | None = None
+        """While this replica leads."""
+        States(
+            self._metrics,
+            Sources(
                 store=self.store,
-                enqueue=self.queue.add,
-                enqueue_after=self.queue.add_after,
-                clock=now,
-                metrics=self._metrics,
-            ),
-            tables=Tables(
-                api=api,
-                store=self.store,
-                prober=prober,
-                router=self._router,
-                encoder_table=self._encoder_table,
-                enqueue_after=self.queue.add_after,
+                queue=lambda: self.term.queue if self.term is not None else None,
+                leading=lambda: self.term is not None,
                 clock=now,
             ),
-            engines=self._engines,
         )
-        self._reconciler = Reconciler(
-            store=self.store, executor=self._executor, queue=self.queue, defaults=defaults, clock=now
-        )
-        self._prober = prober
         self._trainers = TrainerPods(api=api, store=self.store)
         self._tasks: list[asyncio.Task[None]] = []
         self._listed_at = time.monotonic()
-
-    def _engine(self, url: str) -> EngineClient:
-        return EngineClient(url, http=self._http)
-
-    def _router(self, url: str) -> RouterClient:
-        return RouterClient(url, http=self._http)
-
-    def _encoder_table(self, url: str) -> EncoderTable:
-        return EncoderTable(url, http=self._http)
+        self._watches = {watched.resource.kind: WatchHealth() for watched in WATCHED}
 
     async def start(self) -> None:
-        await self._resync()
-        reconcile = self._metrics.timed(self._reconciler)
         self._tasks = [
-            asyncio.create_task(self._prober.run(), name="prober"),
-            asyncio.create_task(self._health.run(), name="health"),
-            asyncio.create_task(self.queue.run(workers=WORKERS, reconcile=reconcile), name="queue"),
+            asyncio.create_task(self._leadership.run(self._lead), name="leadership"),
             asyncio.create_task(self._resync_for_ever(), name="resync"),
-            asyncio.create_task(self._trainers.run(), name="trainers"),
-            *(asyncio.create_task(_service(service, self._api), name="service") for service in self._services),
+            *(asyncio.create_task(_awaited(service), name="service") for service in self._services),
         ]
 
     async def stop(self) -> None:
+        """When this returns nothing acts any more, and the next leader may have begun."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._engines.close()
         await self._http.aclose()
         await self._api.close()
 
+    def begin_term(self) -> Term:
+        self.term = Term(
+            api=self._api,
+            http=self._http,
+            store=self.store,
+            defaults=self._defaults,
+            clock=now,
+            require=self._leadership.require,
+            metrics=self._metrics,
+        )
+        return self.term
+
+    async def _lead(self) -> None:
+        try:
+            await self.begin_term().run(resync=self._resync, beside=self._trainers.run)
+        finally:
+            self.term = None
+
+    async def _before_engine_call(self, request: httpx.Request) -> None:
+        """Work on engines goes on for minutes: what changes one is sent by the leader only, each time."""
+        if request.method != "GET":
+            self._leadership.require()
+
     def healthy(self) -> dict[str, float]:
-        """Figures for the liveness answer; raises when a loop is dead or starved."""
-        listed = time.monotonic() - self._listed_at
-        waiting = self.queue.oldest_age()
+        """Figures for the liveness answer, of a standby too; raises when a loop is dead or starved."""
+        moment = time.monotonic()
+        listed = moment - self._listed_at
+        waiting = self.term.queue.oldest_age() if self.term is not None else 0.0
         for task in self._tasks:
             if task.done():
                 raise RuntimeError(f"task {task.get_name()} has ended")
         if max(listed, waiting) > STALE_SECONDS:
             raise RuntimeError(f"no full list for {listed:.0f} s, oldest fleet waits {waiting:.0f} s")
-        return {"seconds_since_list": round(listed, 1), "oldest_wait_seconds": round(waiting, 1)}
+        for kind, watch in self._watches.items():
+            silent = watch.silent_seconds(moment)
+            if silent > STALE_SECONDS:
+                raise RuntimeError(f"the watch of {kind} has not told for {silent:.0f} s what lists find")
+        return {
+            "leads": float(self.term is not None),
+            "seconds_since_list": round(listed, 1),
+            "oldest_wait_seconds": round(waiting, 1),
+        }
 
     def saw(self, kind: str, kind_of_event: str | None, body: dict[str, Any]) -> None:
         """A watch event, or an object of kopf's first list (`kind_of_event` None)."""
+        self._watches[kind].told()
         self._metrics.heard(kind)
         if kind == "Pod" and component_of(body) == COMPONENT_TRAINER:
             self._trainers.saw(body, deleted=kind_of_event == "DELETED")
             return
         if kind == "Node":
             for fleet in self.store.saw_node(body, deleted=kind_of_event == "DELETED"):
-                self.queue.add(fleet)
+                self._enqueue(fleet)
             return
         key = self.store.remove(kind, body) if kind_of_event == "DELETED" else self.store.upsert(kind, body)
         if key is not None:
-            self.queue.add(key)
+            self._enqueue(key)
+
+    def _enqueue(self, key: FleetKey) -> None:
+        """A standby only remembers: its first act as the leader is to look at every fleet."""
+        if self.term is not None:
+            self.term.queue.add(key)
 
     async def _resync(self) -> None:
         """Lists replace what is held: the only way to learn of a deletion that no watch told."""
         for watched in WATCHED:
+            kind = watched.resource.kind
             namespace = self._namespace if watched.resource.namespaced else None
             listed = await self._api.list(watched.resource, namespace=namespace, label_selector=watched.selector)
-            self._metrics.heard(watched.resource.kind)
+            self._metrics.heard(kind)
+            if any(self.store.is_news(kind, item) for item in listed.items):
+                self._watches[kind].was_late(time.monotonic())
             if watched.resource is kube.NODE:
                 changed = self.store.replace_nodes(listed.items)
             else:
-                changed = self.store.replace(watched.resource.kind, listed.items)
+                changed = self.store.replace(kind, listed.items, listed.resource_version)
             for key in changed:
-                self.queue.add(key)
+                self._enqueue(key)
         self._listed_at = time.monotonic()
         await self._look_for_gangs()
 
@@ -226,7 +218,7 @@ class Operator:
             logger.info("gang scheduling with %s", ", ".join(sorted(apis)) or "nothing")
         self.store.gang_apis = frozenset(apis)
         for key in self.store.replace("PodGroup", found):
-            self.queue.add(key)
+            self._enqueue(key)
 
     async def _resync_for_ever(self) -> None:
         while True:
@@ -236,11 +228,11 @@ class Operator:
             except kube.ApiError as error:
                 logger.warning("full list failed: %s", error)
             for key in self.store.fleet_keys():
-                self.queue.add(key)
+                self._enqueue(key)
 
 
-async def _service(service: Callable[[kube.KubeApi], Awaitable[None]], api: kube.KubeApi) -> None:
-    await service(api)
+async def _awaited(work: Callable[[], Awaitable[None]]) -> None:
+    await work()
 
 
 def registry_for(operator: Operator) -> kopf.OperatorRegistry:
@@ -260,7 +252,8 @@ def registry_for(operator: Operator) -> kopf.OperatorRegistry:
     async def cleanup(**_: Any) -> None:
         await operator.stop()
 
-    @kopf.on.probe(id="operator", registry=registry)
+    # Permanent: kopf would keep the kubelet waiting for a second attempt after a minute.
+    @kopf.on.probe(id="operator", errors=kopf.ErrorsMode.PERMANENT, registry=registry)
     def probe(**_: Any) -> dict[str, float]:
         return operator.healthy()
 

@@ -53,13 +53,41 @@ class Prober:
         self._running: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(CONCURRENCY)
+        self._expected: dict[FleetKey, set[str]] = {}
+        """Whom of a fleet to have looked at before anything is decided about it."""
+
+    def expect_all(self) -> None:
+        """Until each of those that are there now was looked at, its fleet is not known: as long as the time-outs of a
+        look allow."""
+        for target in self._store.targets():
+            for key in target.fleets if not target.deleting else ():
+                self._expected.setdefault(key, set()).add(target.uid)
+
+    def knows(self, key: FleetKey) -> bool:
+        return key not in self._expected
+
+    def _strike_off(self, key: FleetKey, uids: set[str]) -> None:
+        """The last one that was expected makes the fleet known."""
+        if key in self._expected:
+            self._expected[key] -= uids
+            if not self._expected[key]:
+                del self._expected[key]
+                self._enqueue(key)
 
     def look_soon(self, pod_uid: str) -> None:
         """Look at this pod at the next tick: something was just asked of it."""
         self._due[pod_uid] = 0.0
 
     async def run(self) -> None:
-        """For ever; cancelled with the process."""
+        """For ever; cancelled when the term ends."""
+        try:
+            await self._look_for_ever()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _look_for_ever(self) -> None:
         while True:
             now = self._monotonic()
             targets = self._store.targets()
@@ -71,6 +99,8 @@ class Prober:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             current = {target.uid for target in targets}
+            for key, uids in list(self._expected.items()):
+                self._strike_off(key, uids - current)
             for uid in set(self._due) - current:
                 del self._due[uid]
             for uid in [uid for uid in self._store.probes if is_external(uid) and uid not in current]:
@@ -92,6 +122,8 @@ class Prober:
             settled = True
         finally:
             self._running.discard(target.uid)
+        for key in target.fleets:
+            self._strike_off(key, {target.uid})
         interval = SETTLED_SECONDS if settled else STARTING_SECONDS
         # look_soon may have been called while we looked: keep the earlier moment.
         self._due.setdefault(target.uid, self._monotonic() + interval)

@@ -9,7 +9,7 @@ from datetime import datetime
 from pydantic import ValidationError
 
 from rolloutfleet.control.executor import Executor
-from rolloutfleet.control.freshness import Stop
+from rolloutfleet.control.freshness import NotLeading, Stop
 from rolloutfleet.control.store import FleetKey, FleetStore
 from rolloutfleet.kube.client import ApiError
 from rolloutfleet.kube.queue import WorkQueue
@@ -18,6 +18,8 @@ from rolloutfleet.plan.fleet import plan_fleet
 from rolloutfleet.plan.objects import Defaults
 
 logger = logging.getLogger(__name__)
+
+NOT_LEADING_SECONDS = 1.0
 
 
 class Reconciler:
@@ -29,15 +31,20 @@ class Reconciler:
         queue: WorkQueue[FleetKey],
         defaults: Defaults,
         clock: Callable[[], datetime],
+        looked_at: Callable[[FleetKey], bool],
     ) -> None:
+        """`looked_at`: whether the fleet's engines and routers have been asked how they are since this term began."""
         self._store = store
         self._executor = executor
         self._queue = queue
         self._defaults = defaults
         self._clock = clock
+        self._looked_at = looked_at
 
     async def __call__(self, key: FleetKey) -> None:
         # Observe
+        if not self._looked_at(key):
+            return  # an engine that nobody has asked yet is not one that does not answer
         try:
             fleet = self._store.fleet(key)
         except ValidationError as error:
@@ -61,6 +68,9 @@ class Reconciler:
                 continue
             try:
                 await self._executor.perform(key, action)
+            except NotLeading:
+                self._queue.add_after(key, NOT_LEADING_SECONDS)  # unless the term ends, and with it this queue
+                return
             except Stop:
                 # The world has moved: what remains of this plan was made for another one.
                 self._queue.add(key)

@@ -64,6 +64,7 @@ class Target:
     encoder: bool = False
     language_only: bool = False
     """It keeps a table of encoders."""
+    deleting: bool = False
 
 
 @dataclass
@@ -78,6 +79,15 @@ class FleetStore:
         self._clock = clock
         self._fleets: dict[FleetKey, _Seen] = {}
         self._lease_renewals: dict[FleetKey, tuple[str, datetime]] = {}
+        self._nodes: dict[str, bool] | None = None
+        """Whether each node of the cluster is ready; None until they were listed."""
+        self.gang_apis: frozenset[str] = frozenset()
+        """apiVersions of the PodGroups that the cluster knows."""
+        self.forget_what_was_done()
+
+    def forget_what_was_done(self) -> None:
+        """Keep what Kubernetes has told. All else is of one term as the leader: what it asked engines and routers, what
+        it tried and what came of it."""
         self.probes: dict[str, EngineProbe] = {}
         self.tables: dict[str, dict[str, Worker] | None] = {}
         self.registering: dict[str, dict[str, datetime]] = {}
@@ -85,10 +95,6 @@ class FleetStore:
         self.create_failures: dict[FleetKey, dict[str, Trouble]] = {}
         self.catch_up_failures: dict[str, str] = {}
         self.applied_versions: dict[FleetKey, dict[str, str]] = {}
-        self._nodes: dict[str, bool] | None = None
-        """Whether each node of the cluster is ready; None until they were listed."""
-        self.gang_apis: frozenset[str] = frozenset()
-        """apiVersions of the PodGroups that the cluster knows."""
 
     # What watches and lists bring
 
@@ -108,13 +114,17 @@ class FleetStore:
         objects = self._fleets.setdefault(key, _Seen()).objects.setdefault(kind, {})
         name = body["metadata"]["name"]
         held = objects.get(name)
-        same = held is not None and held["metadata"].get("uid") == body["metadata"].get("uid")
-        if same and held is not None and _version(held) >= _version(body):
+        if not _is_newer(body, held):
             return None  # our own write was answered before the watch told about it
         objects[name] = _trimmed(body)
         if kind == "Lease":
             return self._renewed(key, held, body)
         return key
+
+    def is_news(self, kind: str, body: Mapping[str, Any]) -> bool:
+        """Whether upsert would take it."""
+        key = self.key_of(kind, body)
+        return key is not None and _is_newer(body, self.object(key, kind, body["metadata"]["name"]))
 
     def remove(self, kind: str, body: Mapping[str, Any]) -> FleetKey | None:
         key = self.key_of(kind, body)
@@ -149,13 +159,14 @@ class FleetStore:
     def _fleets_on(self, names: set[str]) -> set[FleetKey]:
         return {key for key, pod in self.pods(COMPONENT_ENGINE) if node_of(pod) in names}
 
-    def replace(self, kind: str, items: Iterable[Mapping[str, Any]]) -> set[FleetKey]:
-        """A full list: what it lacks is gone."""
+    def replace(self, kind: str, items: Iterable[Mapping[str, Any]], version: str = "") -> set[FleetKey]:
+        """A full list, as of resourceVersion `version`: what it lacks is gone, unless it was made after the list."""
         changed: set[FleetKey] = set()
         listed = {(item["metadata"]["namespace"], item["metadata"]["name"], item["metadata"]["uid"]) for item in items}
         for key in list(self._fleets):
             for name, held in list(self._fleets.get(key, _Seen()).objects.get(kind, {}).items()):
-                if (key.namespace, name, held["metadata"].get("uid")) not in listed:
+                newer = bool(version) and _version(held) > int(version)
+                if (key.namespace, name, held["metadata"].get("uid")) not in listed and not newer:
                     self._forget(key, kind, held)
                     changed.add(key)
         for item in items:
@@ -217,6 +228,7 @@ class FleetStore:
                 router=component == COMPONENT_ROUTER,
                 encoder=_label(pod, LABEL_ROLE) == "Encoder",
                 language_only=_label(pod, LABEL_LANGUAGE_ONLY) == "true",
+                deleting=bool(pod["metadata"].get("deletionTimestamp")),
             )
             for component, port in ((COMPONENT_ENGINE, ENGINE_PORT), (COMPONENT_ROUTER, ROUTER_PORT))
             for key, pod in self.pods(component)
@@ -327,6 +339,12 @@ def _label(pod: Mapping[str, Any], name: str) -> str:
 
 def owned_by(child: Mapping[str, Any], uid: str) -> bool:
     return any(owner.get("uid") == uid for owner in child["metadata"].get("ownerReferences") or [])
+
+
+def _is_newer(body: Mapping[str, Any], held: Mapping[str, Any] | None) -> bool:
+    if held is None or held["metadata"].get("uid") != body["metadata"].get("uid"):
+        return True
+    return _version(body) > _version(held)
 
 
 def _version(body: Mapping[str, Any]) -> int:
