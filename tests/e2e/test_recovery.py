@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from e2e.fleets import (
@@ -19,7 +20,7 @@ from e2e.support import Kubectl, eventually
 
 STAND_IN = "/stand-in/engine.py"
 IMPATIENT = {
-    "healthCheck": {"periodSeconds": 1, "timeoutSeconds": 2, "failureThreshold": 2},
+    "healthCheck": {"periodSeconds": 1, "timeoutSeconds": 2, "failureThreshold": 4},
     "backoff": {"initialSeconds": 1, "maxSeconds": 2},
 }
 
@@ -81,8 +82,8 @@ def test_an_engine_that_hangs_is_replaced_and_when_most_of_them_do_none_is(
     assert engines(inside, "tough-main")[0]["lastFailure"]["reason"] == "NotAnswering"
     await_routable(inside, "tough", 3, seconds=60)
 
-    for pod in (second, third):
-        signal_engine(inside, pod, "SIGSTOP", part=STAND_IN)
+    with ThreadPoolExecutor() as together:
+        list(together.map(lambda pod: signal_engine(inside, pod, "SIGSTOP", part=STAND_IN), (second, third)))
     eventually(
         lambda: [engine["reason"] for engine in engines(inside, "tough-main")],
         60,
