@@ -44,12 +44,13 @@ def test_an_engine_that_always_dies_is_given_up_with_its_cause_resumed_on_reques
     inside.apply(rollout_server("tough", groups=[bad]))
 
     def given_up(lives: int) -> dict[str, Any]:
-        return eventually(
-            lambda: engines(inside, "tough-main")[0],
+        (engine,) = eventually(
+            lambda: engines(inside, "tough-main"),
             180,
             f"given up after {lives} lives",
-            accept=lambda engine: (engine["reason"], engine["epoch"]) == ("RestartsExhausted", lives + 1),
+            accept=lambda seen: [(e["reason"], e["epoch"]) for e in seen] == [("RestartsExhausted", lives + 1)],
         )
+        return engine
 
     engine = given_up(2)
     assert (engine["phase"], engine["restarts"]) == ("Failed", 1)
