@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rolloutfleet.api.common import EnginePhase, HealthCheckSpec
+from rolloutfleet.control.freshness import NotLeading
 from rolloutfleet.control.store import FleetKey, FleetStore
 from rolloutfleet.engine.errors import EngineError
 from rolloutfleet.engine.sglang import EncoderClient, EngineClient
@@ -110,6 +111,8 @@ class HealthChecker:
                     healthy = await self._encoder(check.url).healthy()
                 else:
                     healthy = await self._engine(check.url).generates(seconds=seconds)
+        except NotLeading:
+            return
         except (EngineError, TimeoutError):
             healthy = False
         if check.uid in self._due:
