@@ -63,7 +63,7 @@ class HealthChecker:
         self._slots = asyncio.Semaphore(CONCURRENCY)
 
     async def run(self) -> None:
-        """For ever; cancelled with the process."""
+        """For ever; cancelled when the term ends."""
         try:
             while True:
                 self.tick()
