@@ -12,6 +12,8 @@ import kopf
 from kopf._core.engines.peering import Identity
 
 from rolloutfleet.control.leadership import Leadership, operators_lease
+from rolloutfleet.control.metrics import Metrics
+from rolloutfleet.control.metrics import serve as serve_metrics
 from rolloutfleet.control.operator import Operator, registry_for
 from rolloutfleet.control.webhook import WebhookSettings, serve
 from rolloutfleet.kube.client import KubeApi
@@ -27,12 +29,13 @@ async def run() -> None:
     # kopf would ask for the user's name, which an arbitrary UID does not have.
     name = os.environ.get("POD_NAME") or socket.gethostname()
     credentials = load_credentials()
+    metrics = Metrics()
     # Of its own: a renewal waits for no connection that reconciles hold.
-    unfenced = KubeApi(credentials, max_connections=4)
+    unfenced = KubeApi(credentials, max_connections=4, observe=metrics.api_answered)
     leadership = Leadership(operators_lease(unfenced, own_namespace, name) if own_namespace else None)
     webhook = webhook_settings(own_namespace)
     operator = Operator(
-        api=KubeApi(credentials, before_write=leadership.require),
+        api=KubeApi(credentials, before_write=leadership.require, observe=metrics.api_answered),
         defaults=Defaults(
             router_image=required("ROLLOUTFLEET_ROUTER_IMAGE"),
             placeholder_image=required("ROLLOUTFLEET_PLACEHOLDER_IMAGE"),
@@ -42,7 +45,11 @@ async def run() -> None:
         ),
         namespace=namespace,
         leadership=leadership,
-        services=(lambda: serve(webhook, unfenced),) if webhook is not None else (),
+        metrics=metrics,
+        services=(
+            lambda: serve_metrics(metrics.registry),
+            *((lambda: serve(webhook, unfenced),) if webhook is not None else ()),
+        ),
     )
     await kopf.operator(
         registry=registry_for(operator),

@@ -19,6 +19,8 @@ import kopf
 
 from rolloutfleet.api.names import COMPONENT_TRAINER, LABEL_COMPONENT, LABEL_MANAGED_BY, MANAGED_BY
 from rolloutfleet.control.leadership import Leadership
+from rolloutfleet.control.metrics import Metrics
+from rolloutfleet.control.states import Sources, States
 from rolloutfleet.control.store import FleetKey, FleetStore, component_of
 from rolloutfleet.control.term import Term
 from rolloutfleet.control.trainers import TrainerPods
@@ -68,6 +70,7 @@ class Operator:
         defaults: Defaults,
         namespace: str | None,
         leadership: Leadership | None = None,
+        metrics: Metrics | None = None,
         services: tuple[Callable[[], Awaitable[None]], ...] = (),
     ) -> None:
         """`services` run in every replica, whether it leads or not."""
@@ -76,14 +79,26 @@ class Operator:
         self._defaults = defaults
         self._leadership = leadership or Leadership()
         self._services = services
+        self._metrics = metrics or Metrics()
+        limits = httpx.Limits(max_connections=256, max_keepalive_connections=128)
+        transport = httpx.AsyncHTTPTransport(trust_env=False, limits=limits)
         self._http = httpx.AsyncClient(
             trust_env=False,
-            limits=httpx.Limits(max_connections=256, max_keepalive_connections=128),
+            transport=self._metrics.observed(transport),
             event_hooks={"request": [self._before_engine_call]},
         )
         self.store = FleetStore(clock=now)
         self.term: Term | None = None
         """While this replica leads."""
+        States(
+            self._metrics,
+            Sources(
+                store=self.store,
+                queue=lambda: self.term.queue if self.term is not None else None,
+                leading=lambda: self.term is not None,
+                clock=now,
+            ),
+        )
         self._trainers = TrainerPods(api=api, store=self.store)
         self._tasks: list[asyncio.Task[None]] = []
         self._listed_at = time.monotonic()
@@ -111,6 +126,7 @@ class Operator:
             store=self.store,
             defaults=self._defaults,
             clock=now,
+            metrics=self._metrics,
             require=self._leadership.require,
         )
         return self.term
@@ -148,6 +164,7 @@ class Operator:
 
     def saw(self, kind: str, kind_of_event: str | None, body: dict[str, Any]) -> None:
         """A watch event, or an object of kopf's first list (`kind_of_event` None)."""
+        self._metrics.heard(kind)
         self._watches[kind].told()
         if kind == "Pod" and component_of(body) == COMPONENT_TRAINER:
             self._trainers.saw(body, deleted=kind_of_event == "DELETED")
@@ -171,6 +188,7 @@ class Operator:
             kind = watched.resource.kind
             namespace = self._namespace if watched.resource.namespaced else None
             listed = await self._api.list(watched.resource, namespace=namespace, label_selector=watched.selector)
+            self._metrics.heard(watched.resource.kind)
             if any(self.store.is_news(kind, item) for item in listed.items):
                 self._watches[kind].was_late(time.monotonic())
             if watched.resource is kube.NODE:

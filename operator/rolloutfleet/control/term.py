@@ -18,6 +18,7 @@ import httpx
 from rolloutfleet.control.engine_work import EngineWork
 from rolloutfleet.control.executor import Executor
 from rolloutfleet.control.health import HealthChecker
+from rolloutfleet.control.metrics import Metrics
 from rolloutfleet.control.object_writer import ObjectWriter
 from rolloutfleet.control.probes import Prober
 from rolloutfleet.control.reconcile import Reconciler
@@ -44,10 +45,12 @@ class Term:
         store: FleetStore,
         defaults: Defaults,
         clock: Callable[[], datetime],
+        metrics: Metrics,
         require: Callable[[], None],
     ) -> None:
         """`require` raises Stop when it is not certain that this replica leads."""
         self._store = store
+        self._metrics = metrics
         self.queue: WorkQueue[FleetKey] = WorkQueue()
 
         def engine(url: str) -> EngineClient:
@@ -80,7 +83,12 @@ class Term:
         self._engines = EngineWork(api=api, store=store, prober=self.prober, engine=engine, enqueue=self.queue.add)
         self.executor = Executor(
             objects=ObjectWriter(
-                api=api, store=store, enqueue=self.queue.add, enqueue_after=self.queue.add_after, clock=clock
+                api=api,
+                store=store,
+                enqueue=self.queue.add,
+                enqueue_after=self.queue.add_after,
+                clock=clock,
+                metrics=metrics,
             ),
             tables=Tables(
                 api=api,
@@ -110,10 +118,11 @@ class Term:
             self.prober.expect_all()
             for key in self._store.fleet_keys():
                 self.queue.add(key)
+            reconcile = self._metrics.timed(self.reconcile)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.prober.run(), name="prober")
                 group.create_task(self._health.run(), name="health")
-                group.create_task(self.queue.run(workers=WORKERS, reconcile=self.reconcile), name="queue")
+                group.create_task(self.queue.run(workers=WORKERS, reconcile=reconcile), name="queue")
                 group.create_task(_awaited(beside), name="beside")
         finally:
             await self._engines.close()

@@ -16,7 +16,7 @@ from rolloutfleet.api.names import engine_name
 from rolloutfleet.api.server_group import EngineStatus, Failure, MeasuredWeights, ServerGroup
 from rolloutfleet.api.weight_labels import belongs_elsewhere, fleet_id
 from rolloutfleet.plan.actions import Action, CreatePod, CreatePodGroup, DeleteObject, DeletePod
-from rolloutfleet.plan.changes import drain_until, drained, engines_wanted, free_indexes, outdated_to_replace, surplus
+from rolloutfleet.plan.changes import drain_until, drained, engines_wanted, free_indexes, surplus, to_replace
 from rolloutfleet.plan.engine_pod import engine_pod
 from rolloutfleet.plan.engines import (
     NO_PROBE,
@@ -156,7 +156,7 @@ def _going(seen: GroupView, training: Training) -> tuple[set[int], set[int]]:
         return removed, set()
     staying = [view for view in seen.engines if view.record.index not in removed]
     asked = {view.record.index for view in staying if seen.requests.restarts(view.record)}
-    return removed, asked | outdated_to_replace(staying, group.spec.replicas, group.spec.rolling_update)
+    return removed, to_replace(staying, asked, group.spec.replicas, group.spec.rolling_update)
 
 
 def _measured(

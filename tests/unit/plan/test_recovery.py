@@ -290,6 +290,23 @@ def test_an_engine_that_is_restarted_on_request_finishes_its_requests_first_and_
     assert [engine["restarts"] for engine in world.group_status()["engines"]] == [1, 0, 0]
 
 
+def test_a_restart_of_all_engines_goes_one_by_one() -> None:
+    world = world_with(replicas=3)
+    ask(
+        world,
+        "restart",
+        ",".join(f"{engine['index']}-e{engine['epoch']}" for engine in world.group_status()["engines"]),
+    )
+    fewest = []
+
+    def count() -> None:
+        fewest.append(len(world.listed()))
+
+    world.settle(between=count)
+    assert [engine["restarts"] for engine in world.group_status()["engines"]] == [1, 1, 1]
+    assert min(fewest) == 2
+
+
 def test_a_request_that_nobody_can_read_is_said() -> None:
     world = world_with()
     ask(world, "restart", "qwen-main-0")
