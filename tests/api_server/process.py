@@ -54,8 +54,8 @@ class Process:
     @property
     def looked(self) -> bool:
         """It knows what it can know."""
-        store = self.operator.store
-        return bool(store.fleet_keys()) and all(store.looked_at(key) for key in store.fleet_keys())
+        store, term = self.operator.store, self.operator.term
+        return term is not None and bool(store.fleet_keys()) and all(map(term.prober.knows, store.fleet_keys()))
 
     def start(self) -> None:
         context = contextvars.copy_context()

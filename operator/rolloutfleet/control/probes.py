@@ -191,7 +191,7 @@ class Prober:
 
     async def _look_at_router(self, target: Target) -> bool:
         uid = target.uid
-        first, before = uid not in self._store.tables, self._store.tables.get(uid)
+        before = self._store.tables.get(uid)
         registering = self._store.registering.get(uid, {})
         try:
             workers = await self._router(target.url).list_workers()
@@ -202,7 +202,7 @@ class Prober:
             for url in after:
                 registering.pop(url, None)
         self._store.tables[uid] = after
-        if first or after != before:
+        if after != before:
             for key in target.fleets:
                 self._enqueue(key)
         return not registering and after is not None and all(worker.healthy for worker in after.values())

@@ -151,7 +151,7 @@ def test_a_second_creation_is_harmless() -> None:
     async def scenario() -> None:
         scene = Scene(COSCHEDULING_POD_GROUP)
         await scene.perform(CreatePodGroup(scene.manifest))
-        scene.store.replace("PodGroup", [], version=10)
+        scene.store.replace("PodGroup", [])
         await scene.perform(CreatePodGroup(scene.manifest))
         assert (scene.known, scene.refused, len(scene.api.held)) == ({NAME}, "", 1)
 
