@@ -8,7 +8,7 @@ CLUSTER := tests/cluster/cluster
 export PYTHONPATH := operator:tests
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help quickstart down test lint unit e2e generate format tools dev images up status
+.PHONY: help quickstart down test lint unit api-server e2e generate format tools dev images up status
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
@@ -23,11 +23,14 @@ test: tools dev ## all tests: lint, types, layers, unit, end to end on a real cl
 
 lint: dev ## ruff, mypy --strict, import-linter
 	@$(DEV)/bin/ruff check operator tests docs && $(DEV)/bin/ruff format --check operator tests docs
-	@$(DEV)/bin/mypy operator tests/unit tests/e2e
+	@$(DEV)/bin/mypy operator tests/unit tests/e2e tests/api_server
 	@$(DEV)/bin/lint-imports
 
 unit: dev ## unit and property tests, no cluster
 	@$(PYTHON) -m pytest tests/unit
+
+api-server: tools dev ## the operator against a real API server: it dies at each of its calls; no cluster
+	@$(PYTHON) -m pytest tests/api_server
 
 e2e: tools dev ## end-to-end tests; uses KUBECONFIG if set, else the local cluster
 	@bash tests/run.sh e2e

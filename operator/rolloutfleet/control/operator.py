@@ -72,16 +72,20 @@ class Operator:
         leadership: Leadership | None = None,
         metrics: Metrics | None = None,
         services: tuple[Callable[[], Awaitable[None]], ...] = (),
+        transport: httpx.AsyncBaseTransport | None = None,
+        resync_seconds: float = RESYNC_SECONDS,
     ) -> None:
-        """`services` run in every replica, whether it leads or not."""
+        """`services` run in every replica, whether it leads or not. `transport` replaces the way to engines and
+        routers."""
         self._api = api
         self._namespace = namespace
         self._defaults = defaults
         self._leadership = leadership or Leadership()
         self._services = services
+        self._resync_seconds = resync_seconds
         self._metrics = metrics or Metrics()
         limits = httpx.Limits(max_connections=256, max_keepalive_connections=128)
-        transport = httpx.AsyncHTTPTransport(trust_env=False, limits=limits)
+        transport = transport or httpx.AsyncHTTPTransport(trust_env=False, limits=limits)
         self._http = httpx.AsyncClient(
             trust_env=False,
             transport=self._metrics.observed(transport),
@@ -192,7 +196,7 @@ class Operator:
             if any(self.store.is_news(kind, item) for item in listed.items):
                 self._watches[kind].was_late(time.monotonic())
             if watched.resource is kube.NODE:
-                changed = self.store.replace_nodes(listed.items)
+                changed = self.store.replace_nodes(listed.items, listed.resource_version)
             else:
                 changed = self.store.replace(kind, listed.items, listed.resource_version)
             for key in changed:
@@ -222,7 +226,7 @@ class Operator:
 
     async def _resync_for_ever(self) -> None:
         while True:
-            await asyncio.sleep(RESYNC_SECONDS)
+            await asyncio.sleep(self._resync_seconds)
             try:
                 await self._resync()
             except kube.ApiError as error:

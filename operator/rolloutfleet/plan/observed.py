@@ -229,7 +229,7 @@ class Fleet:
     """Ours, by name."""
 
 
-def engine_pod(pod: Mapping[str, Any], nodes: Mapping[str, bool] | None = None) -> EnginePod:
+def engine_pod(pod: Mapping[str, Any], nodes: Mapping[str, bool | None] | None = None) -> EnginePod:
     """`nodes`: readiness of every node of the cluster; None while that is not known."""
     metadata, status = pod["metadata"], pod.get("status") or {}
     labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
@@ -266,10 +266,11 @@ def node_ready(node: Mapping[str, Any]) -> bool:
     return _condition(node.get("status") or {}, "Ready") is True
 
 
-def _node_state(name: str, nodes: Mapping[str, bool] | None) -> NodeState:
-    if not name or nodes is None:
+def _node_state(name: str, nodes: Mapping[str, bool | None] | None) -> NodeState:
+    """`nodes`: whether each is ready, None of one that is gone; nobody has told yet of one that is not there."""
+    if nodes is None or name not in nodes:
         return NodeState.READY
-    if name not in nodes:
+    if nodes[name] is None:
         return NodeState.GONE
     return NodeState.READY if nodes[name] else NodeState.NOT_READY
 

@@ -91,8 +91,10 @@ def server_status(
     membership: Membership,
     training: Training,
     now: datetime,
+    *,
+    generation: int,
 ) -> RolloutServerStatus:
-    """All of the status but `training`, which is the agent's."""
+    """All of the status but `training`, which is the agent's. `generation`: the one that the groups are of."""
     server = fleet.server
     everything = plans
     plans = [(plan, status) for plan, status in plans if plan.group.spec.role != "Placeholder"]
@@ -114,8 +116,8 @@ def server_status(
         _weights_current(engines, training),
     ]
     return RolloutServerStatus(
-        observed_generation=server.generation,
-        conditions=_stamp(conditions, server.status.conditions, server.generation, now),
+        observed_generation=generation,
+        conditions=_stamp(conditions, server.status.conditions, generation, now),
         router=RouterStatus(
             url=router_url(server.name, server.namespace), replicas=len(fleet.router_pods), ready=complete
         ),

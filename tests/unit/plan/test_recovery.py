@@ -176,7 +176,7 @@ def test_a_node_that_is_removed_from_the_cluster_takes_its_engines_out_of_the_ro
     world = world_with()
     gone = world.url(world.uid(pod_of(world)))
     assert world.nodes is not None
-    del world.nodes["node-0"]
+    world.nodes["node-0"] = None
     step(world)
     assert gone not in world.listed()
     assert record(world)["lastFailure"]["reason"] == "NodeGone"

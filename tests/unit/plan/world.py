@@ -108,7 +108,7 @@ class World:
         """Health checks in a row without a token, by pod UID."""
         self.rechecks: set[str] = set()
         """Engines whose weights are due to be read again."""
-        self.nodes: dict[str, bool] | None = None
+        self.nodes: dict[str, bool | None] | None = None
         """Readiness of each node; None as long as nobody has listed them. Pods run on node-INDEX."""
         self.forced: list[str] = []
         """Pods that were removed without the word of their kubelet."""
