@@ -1,4 +1,4 @@
-"""What users of other operators complain about (docs/peers-complaints.md, same numbers), where no other test shows it."""
+"""What users of other operators complain about, where no other test shows it; numbers of docs/peers-complaints.md."""
 
 from __future__ import annotations
 
