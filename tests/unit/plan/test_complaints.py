@@ -55,6 +55,7 @@ class SlowWorld(World):
             self.pods[name]["metadata"].setdefault("deletionTimestamp", "2026-01-01T00:00:00Z")
 
     def ends(self, name: str) -> None:
+        assert "deletionTimestamp" in self.pods[name]["metadata"], f"nobody has deleted {name}"
         super().delete_pod(name)
 
 
