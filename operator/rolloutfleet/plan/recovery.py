@@ -3,8 +3,9 @@
 - A pod that ended, or that somebody ends, is believed at once: the next life begins.
 - What only looks dead from outside (a node that is silent, a check that gets no answer) is judged by rules with a
   threshold, never while the trainer holds the fleet, and never when most engines look dead together.
-- An end that says something against the engine makes its next life wait, longer each time, and for somebody to resume
-  it after `maxRestarts`. An end that says nothing against it costs nothing.
+- An end that says something against the engine counts. After the first in a row its next life begins at once, as a
+  kubelet's container does: what fails once in a while should not wait. From the second on it waits, longer each time,
+  and after `maxRestarts` for somebody to resume it. An end that says nothing against it costs nothing.
 """
 
 from __future__ import annotations
@@ -132,19 +133,21 @@ def next_life(record: EngineStatus, failure: Failure, epoch: int, group: ServerG
     blameless = failure.reason in HARMLESS_ENDS
     before = 0 if _proved_itself(record, recovery, now) else record.failures_in_row
     failures = before if blameless else before + 1
-    pause = timedelta() if blameless else backoff(failures, recovery, f"{group.uid}/{record.index}/{epoch}")
+    given_up = recovery.max_restarts is not None and failures > recovery.max_restarts
+    pause = timedelta()
+    if not (blameless or given_up):
+        pause = backoff(failures, recovery, f"{group.uid}/{record.index}/{epoch}")
     kept = failure.model_copy(
         update={"time": now.isoformat(timespec="milliseconds"), "log": failure.log if roomy else ""}
     )
-    given_up = recovery.max_restarts is not None and failures > recovery.max_restarts
     return EngineStatus(
         index=record.index,
         epoch=epoch,
         revision=record.revision,
-        phase=EnginePhase.PENDING if blameless else EnginePhase.FAILED,
+        phase=EnginePhase.FAILED if pause or given_up else EnginePhase.PENDING,
         restarts=record.restarts + (not given_up),
         failures_in_row=failures,
-        retry_at="" if blameless or given_up else (now + pause).isoformat(timespec="milliseconds"),
+        retry_at=(now + pause).isoformat(timespec="milliseconds") if pause else "",
         last_failure=kept,
         recoveries=begun(record.recoveries, epoch, failure.reason, now, keep=5 if roomy else 1),
     )
@@ -160,9 +163,11 @@ def _proved_itself(record: EngineStatus, recovery: RecoverySpec, now: datetime) 
 
 
 def backoff(failures: int, recovery: RecoverySpec, life: str) -> timedelta:
-    """initialSeconds, doubled with each further failure in a row, at most maxSeconds; up to a quarter less, by the
-    name of the life: the same for everybody who asks, and another for each engine."""
-    seconds = recovery.backoff.initial_seconds * 2 ** min(max(failures - 1, 0), 30)
+    """None after the first failure in a row; then initialSeconds, doubled with each further one, at most maxSeconds; up
+    to a quarter less, by the name of the life: the same for everybody who asks, and another for each engine."""
+    if failures < 2:
+        return timedelta()
+    seconds = recovery.backoff.initial_seconds * 2 ** min(failures - 2, 30)
     share = int(digest(life)[:4], 16) / 0xFFFF
     return timedelta(seconds=min(seconds, recovery.backoff.max_seconds) * (1 - share / 4))
 

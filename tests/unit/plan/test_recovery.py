@@ -231,7 +231,7 @@ def test_after_max_restarts_an_engine_stays_failed_until_somebody_resumes_it() -
     ask(world, "resume", f"0-e{record(world)['epoch']}")
     world.settle()
     assert len(world.listed()) == 1
-    die(world, 1)
+    die(world, 2)
     assert record(world)["phase"] == "Failed"
     assert record(world)["reason"] != "RestartsExhausted", "the request meant another life: it is counted anew"
 
@@ -256,11 +256,44 @@ def test_an_engine_that_has_served_long_enough_is_cleared_of_its_failures() -> N
         assert record(world)["failuresInRow"] == failures
 
 
+@pytest.mark.parametrize("served", [0, 1000])
+def test_the_first_failure_in_a_row_begins_the_next_life_in_the_same_step(served: int) -> None:
+    world = world_with(backoff={"initialSeconds": 100, "maxSeconds": 300})
+    world.now += timedelta(seconds=served)
+    lives = len(world.created)
+    world.crash_pod(pod_of(world))
+    step(world)
+    assert len(world.created) == lives + 1
+    assert (record(world)["failuresInRow"], record(world)["retryAt"]) == (1, "")
+    assert record(world)["phase"] == "Pending"
+    world.settle()
+    world.crash_pod(pod_of(world))
+    step(world)
+    assert len(world.created) == lives + 1, "twice in a row"
+    assert record(world)["phase"] == "Failed"
+    world.settle()
+    world.now += timedelta(seconds=301)
+    world.crash_pod(pod_of(world))
+    step(world)
+    assert len(world.created) == lives + 3, "it has served for long enough: the row begins anew"
+
+
+def test_a_first_failure_that_nothing_allows_does_not_begin_another_life() -> None:
+    world = world_with(maxRestarts=0)
+    lives = len(world.created)
+    world.crash_pod(pod_of(world))
+    step(world, 1000)
+    assert len(world.created) == lives
+    assert record(world)["reason"] == "RestartsExhausted"
+
+
 def test_engines_that_fail_together_do_not_come_back_together() -> None:
     world = world_with(replicas=8, backoff={"initialSeconds": 100, "maxSeconds": 300})
-    for index in range(8):
-        world.crash_pod(pod_of(world, index))
-    step(world)
+    for _ in range(2):
+        world.settle()
+        for index in range(8):
+            world.crash_pod(pod_of(world, index))
+        step(world)
     waits = {
         (datetime.fromisoformat(engine["retryAt"]) - world.now).total_seconds()
         for engine in world.group_status()["engines"]
