@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from e2e.faults import ENGINE_PROCESS, OPERATOR_PROCESS, NotFound, cut_off, send
+from e2e.faults import ENGINE_PROCESS, OPERATOR_PROCESS, STAND_IN_PROCESS, NotFound, cut_off, send
 from e2e.fleets import router_pods
 from e2e.support import Kubectl, KubectlError
 from e2e.watching import Life, PodWatch
@@ -18,7 +18,6 @@ SYSTEM = "rolloutfleet-system"
 OPERATOR = "--selector=app.kubernetes.io/name=rolloutfleet-operator"
 NODE = "node1"
 """The one that can be cut off: the control plane runs on the other."""
-STAND_IN_PROCESS = b"/stand-in/engine.py"
 AGENT_PROCESS = b"rolloutfleet.agent"
 KUBELET_PATIENCE_SECONDS = 60.0
 """Between two kills of a container that its kubelet starts anew: it waits longer after each."""

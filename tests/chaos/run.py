@@ -93,7 +93,7 @@ def run(kubectl: Kubectl, options: Options, say: Callable[[str], None]) -> Verdi
             wrong = calm_down(inside, options, weights)
             lines = [line for line in results(weights) if "reference" not in line]
             wrong += samples_lost_or_doubled(lines) + versions_back_in_time(lines) + wrong_weights(lines, expected)
-            wrong += recreated_without_cause(pods.seen(), world.broken)
+            wrong += recreated_without_cause(pods.seen(), world.broken, causes(inside))
             return Verdict(wrong, figures(lines, faults, pods, options))
 
 
@@ -173,6 +173,15 @@ def expectation(weights: Path, options: Options) -> Expected:
         for group in groups
     }
     return lambda version, prompt, _: known[version % 2, str(prompt)]
+
+
+def causes(kubectl: Kubectl) -> dict[tuple[int, int], str]:
+    """Why lives began, by index and epoch, as far as status remembers."""
+    return {
+        (record["index"], recovery["epoch"]): f"{recovery['reason']} at {recovery['detected']}"
+        for record in engines(kubectl, GROUP)
+        for recovery in record.get("recoveries", [])
+    }
 
 
 def figures(lines: Sequence[dict[str, Any]], faults: Counter[str], pods: PodWatch, options: Options) -> dict[str, Any]:

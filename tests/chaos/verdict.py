@@ -75,10 +75,13 @@ def versions_back_in_time(lines: Iterable[Line]) -> list[str]:
     return found
 
 
-def recreated_without_cause(lives: Sequence[Life], broken: Mapping[str, Sequence[str]]) -> list[str]:
+def recreated_without_cause(
+    lives: Sequence[Life], broken: Mapping[str, Sequence[str]], causes: Mapping[tuple[int, int], str]
+) -> list[str]:
     """Every pod but the last one of an engine was ended by a fault of ours, and no name was used twice.
 
-    So an engine has as many pods as 1 and the ends that were seen. `broken`: faults by pod UID.
+    So an engine has as many pods as 1 and the ends that were seen. `broken`: faults by pod UID; `causes`: what status
+    says of recoveries, by engine and epoch.
     """
     names = Counter(life.name for life in lives)
     found = [f"pod name {name} was used {count} times" for name, count in names.items() if count > 1]
@@ -86,7 +89,10 @@ def recreated_without_cause(lives: Sequence[Life], broken: Mapping[str, Sequence
         row = sorted((life for life in lives if life.index == index), key=lambda life: life.epoch)
         for life, after in pairwise(row):
             if not broken.get(life.uid):
-                found.append(f"{life.name} was replaced by {after.name}, and nothing had happened to it")
+                why = causes.get((index, after.epoch), "unknown")
+                found.append(
+                    f"{life.name} on {life.node} was replaced by {after.name}, untouched; the operator says {why}"
+                )
             if life.epoch == after.epoch:
                 found.append(f"{life.name} and {after.name} are one life of one engine")
     return found

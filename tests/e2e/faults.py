@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ENGINE_PROCESS = b"sglang"
+STAND_IN_PROCESS = b"/stand-in/engine.py"
 OPERATOR_PROCESS = b"rolloutfleet"
 
 

@@ -30,6 +30,11 @@ HARMLESS_ENDS = frozenset(
 )
 """Ends that say nothing against the engine: the next life begins at once and no backoff grows."""
 
+ENDED = "ServerEnded"
+"""Seen from outside, before its kubelet has told how."""
+KUBELETS_WORD = timedelta(seconds=10)
+"""For how long the pod of such an engine is kept, so that status can tell."""
+
 NODE_SILENCE = timedelta(seconds=10)
 """For how long an engine on a node that is not ready must have been silent itself: one missed look is not enough, and
 a kubelet that is down alone takes no engine with it."""
@@ -62,6 +67,8 @@ def _ended_by_itself(view: EngineView) -> Failure | None:
             return Failure(reason="NodeGone", message=f"node {pod.node} is no more", pod=pod.name)
         if pod.trouble is not None and pod.trouble.ended:
             return Failure(reason=pod.trouble.reason, message=pod.trouble.message, pod=pod.name, log=pod.trouble.log)
+    if view.probe.closed and record.started:
+        return Failure(reason="ServerEnded", message="nobody listens at its port any more", pod=record.pod)
     if record.pod_uid:  # all of them were there
         if not complete(pods) or pods[0].rank != 0:
             return Failure(reason="PodDeleted", message="a pod of it is gone", pod=record.pod)
@@ -155,6 +162,31 @@ def next_life(record: EngineStatus, failure: Failure, epoch: int, group: ServerG
 
 ROOMY = 100
 """Engines of a group up to which each keeps a log and several recoveries: an object in etcd has about 1.5 MB."""
+
+
+def told_how(record: EngineStatus, pods: Sequence[EnginePod]) -> EngineStatus:
+    """The record with its kubelet's word on an end that we saw first."""
+    last = record.last_failure
+    if last is None or last.reason != ENDED:
+        return record
+    trouble = next((pod.trouble for pod in pods if pod.name == last.pod and pod.ended), None)
+    if trouble is None:
+        return record
+    told = last.model_copy(update={"reason": trouble.reason, "message": trouble.message, "log": trouble.log})
+    recoveries = tuple(
+        recovery.model_copy(update={"reason": trouble.reason}) if recovery.reason == ENDED else recovery
+        for recovery in record.recoveries
+    )
+    return record.model_copy(update={"last_failure": told, "recoveries": recoveries})
+
+
+def awaits_its_word(pod: EnginePod, record: EngineStatus, now: datetime) -> bool:
+    """This pod's kubelet is about to say how the engine's last life ended."""
+    last = record.last_failure
+    if last is None or last.reason != ENDED or last.pod != pod.name or pod.node_state is not NodeState.READY:
+        return False
+    since = parse_time(last.time)
+    return since is not None and now - since < KUBELETS_WORD
 
 
 def _proved_itself(record: EngineStatus, recovery: RecoverySpec, now: datetime) -> bool:

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from e2e.conftest import find_kubectl
-from e2e.faults import ENGINE_PROCESS, OPERATOR_PROCESS, cut_off, send
-from e2e.fleets import engine_group, engines, rollout_server, router_pods, trainer_pod
+from e2e.faults import ENGINE_PROCESS, OPERATOR_PROCESS, STAND_IN_PROCESS, cut_off, send
+from e2e.fleets import engine_group, engines, rollout_server, router_pods, stand_in, stand_in_code, trainer_pod
 from e2e.support import Kubectl, KubectlError, eventually, remove_namespace
 from e2e.watching import Life, PodWatch, RouterPoll, first_ping
 
@@ -85,11 +85,13 @@ def spread(values: Sequence[float | None]) -> dict[str, Any]:
 
 
 class Bench:
-    def __init__(self, kubectl: Kubectl, pods: PodWatch, router: RouterPoll, replicas: int) -> None:
+    def __init__(self, kubectl: Kubectl, pods: PodWatch, router: RouterPoll, replicas: int, part: bytes) -> None:
+        """`part`: of the command line of an engine's processes."""
         self._kubectl = kubectl
         self._pods = pods
         self._router = router
         self._replicas = replicas
+        self._part = part
         self._turn = 0
         self.ended = 0
         """Engines that a fault has ended, or that were moved by us: so many pods may have been made anew."""
@@ -150,9 +152,9 @@ class Bench:
     def _break(self, fault: str, victims: Sequence[Life], undo: contextlib.ExitStack) -> float:
         """The moment right after the fault was there."""
         if fault == "kill":
-            send(victims[0].uid, signal.SIGKILL, part=ENGINE_PROCESS)
+            send(victims[0].uid, signal.SIGKILL, part=self._part)
         elif fault == "hang":
-            send(victims[0].uid, signal.SIGSTOP, part=ENGINE_PROCESS)
+            send(victims[0].uid, signal.SIGSTOP, part=self._part)
         elif fault == "delete":
             self._pods.delete(victims[0].name)
         elif fault == "node":
@@ -207,8 +209,11 @@ class Bench:
         return len(self._pods.seen()) - self._replicas - self.ended
 
 
-def server(replicas: int) -> dict[str, Any]:
-    group = engine_group(replicas=replicas, recovery=RECOVERY)
+def server(replicas: int, stand_ins: bool) -> dict[str, Any]:
+    group = engine_group(replicas=replicas)
+    if stand_ins:
+        group = stand_in("main", "Regular", replicas)
+    group["recovery"] = RECOVERY
     group["template"]["spec"]["topologySpreadConstraints"] = [
         {
             "maxSkew": 1,
@@ -229,21 +234,23 @@ def loaded_trainer() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def fleet(kubectl: Kubectl, replicas: int) -> Iterator[Kubectl]:
+def fleet(kubectl: Kubectl, replicas: int, stand_ins: bool) -> Iterator[Kubectl]:
     """A namespace with the fleet, its router and trainer on the node that is never cut off."""
     name = f"bench-recovery-{uuid.uuid4().hex[:6]}"
     kubectl("create", "namespace", name)
     inside = kubectl.within(name)
     try:
         inside("create", "serviceaccount", "trainer")
+        if stand_ins:
+            stand_in_code(inside)
         kubectl("cordon", OTHER)
         try:
-            inside.apply(server(0), loaded_trainer())
+            inside.apply(server(0, stand_ins), loaded_trainer())
             eventually(lambda: router_address(inside), 60, "the router has an address")
             await_leader_beside_the_control_plane(kubectl)
         finally:
             kubectl("uncordon", OTHER)
-        inside.apply(server(replicas))
+        inside.apply(server(replicas, stand_ins))
         yield inside
     finally:
         remove_namespace(kubectl, name)
@@ -292,15 +299,16 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds of each fault (default: {ROUNDS})")
     parser.add_argument("--only", choices=FAULTS, action="append", help="this fault alone; may be repeated")
     parser.add_argument("--engines", type=int, default=2, help="engines of the fleet (default: 2)")
+    parser.add_argument("--stand-ins", action="store_true", help="stand-ins for engines: for many rounds, no result")
     options = parser.parse_args()
     faults: Sequence[str] = options.only or FAULTS
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
 
     kubectl = Kubectl(binary=find_kubectl(), kubeconfig=kubeconfig())
-    with fleet(kubectl, options.engines) as inside, contextlib.ExitStack() as watches:
+    with fleet(kubectl, options.engines, options.stand_ins) as inside, contextlib.ExitStack() as watches:
         pods = watches.enter_context(PodWatch(str(inside.namespace)))
         router = watches.enter_context(RouterPoll(f"http://{router_address(inside)}:30000"))
-        bench = Bench(inside, pods, router, options.engines)
+        bench = Bench(inside, pods, router, options.engines, STAND_IN_PROCESS if options.stand_ins else ENGINE_PROCESS)
         bench.settled()
         say(f"{options.engines} engines serve; thresholds: {json.dumps(RECOVERY)}")
         for fault in faults:
@@ -311,7 +319,7 @@ def main() -> int:
         if bench.reactions:
             result["operator_kill_to_react_s"] = spread(bench.reactions)
         result |= {"duplicate_recreations": bench.recreations(), **client_figures(inside)}
-        result |= {"engines": options.engines, "recovery": RECOVERY}
+        result |= {"engines": options.engines, "stand_ins": options.stand_ins, "recovery": RECOVERY}
     print(json.dumps(result), flush=True)
     return 0
 

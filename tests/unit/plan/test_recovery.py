@@ -141,6 +141,60 @@ def test_processes_that_end_together_are_all_started_again() -> None:
     assert len(world.listed()) == 3
 
 
+# Ends that a connection tells before the kubelet does
+
+
+def test_a_server_that_has_ended_leaves_the_routers_and_is_replaced_before_its_kubelet_says_so() -> None:
+    world = world_with()
+    dead, lives = pod_of(world), len(world.created)
+    url = world.url(world.uid(dead))
+    world.closed.add(world.uid(dead))
+    step(world)
+    assert url not in world.listed()
+    assert len(world.created) == lives + 1
+    assert record(world)["lastFailure"]["reason"] == "ServerEnded"
+    assert dead in world.pods, "its kubelet is about to tell how"
+    world.crash_pod(dead)
+    step(world)
+    failure = record(world)["lastFailure"]
+    assert (failure["reason"], failure["pod"], failure["log"]) == ("EngineExited", dead, "ValueError: boom")
+    assert record(world)["recoveries"][-1]["reason"] == "EngineExited"
+    assert dead not in world.pods
+    assert [event.reason for event in world.events if event.reason in ("ServerEnded", "EngineExited")] == [
+        "ServerEnded",
+        "EngineExited",
+    ]
+    world.settle()
+    assert (record(world)["restarts"], record(world)["failuresInRow"]) == (1, 1)
+    assert len(world.created) == lives + 1, "one end, one life"
+
+
+@pytest.mark.parametrize("node_ready", [True, False])
+def test_a_kubelet_that_does_not_tell_how_a_server_ended_is_not_waited_for_long(node_ready: bool) -> None:
+    world = world_with()
+    dead = pod_of(world)
+    world.closed.add(world.uid(dead))
+    step(world)
+    assert world.nodes is not None
+    world.nodes["node-0"] = node_ready
+    step(world, 9)
+    assert (dead in world.pods) is True or not node_ready
+    step(world, 2)
+    assert dead not in world.pods or world.pods[dead]["metadata"].get("deletionTimestamp")
+    assert record(world)["lastFailure"]["reason"] == "ServerEnded"
+
+
+def test_an_engine_that_has_not_answered_yet_has_no_server_to_end() -> None:
+    world = World(rollout_server(replicas=1))
+    while not world.pods:
+        step(world)
+    (pod,) = world.pods
+    world.closed.add(world.uid(pod))
+    step(world, 1)
+    step(world, 1)
+    assert len(world.created) == 1
+
+
 # Nodes
 
 
