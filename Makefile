@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE := 1
 
 ARGS ?=
 
-.PHONY: help quickstart down test bench-recovery lint unit e2e generate format tools dev images up status api-server
+.PHONY: help quickstart down test bench-recovery chaos lint unit e2e generate format tools dev images up status api-server
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
@@ -25,7 +25,7 @@ test: tools dev ## all tests: lint, types, layers, unit, end to end on a real cl
 
 lint: dev ## ruff, mypy --strict, import-linter
 	@$(DEV)/bin/ruff check operator tests docs && $(DEV)/bin/ruff format --check operator tests docs
-	@$(DEV)/bin/mypy operator tests/unit tests/e2e tests/bench tests/api_server
+	@$(DEV)/bin/mypy operator tests/unit tests/e2e tests/bench tests/chaos tests/api_server
 	@$(DEV)/bin/lint-imports
 
 unit: dev ## unit and property tests, no cluster
@@ -39,6 +39,9 @@ e2e: tools dev ## end-to-end tests; uses KUBECONFIG if set, else the local clust
 
 bench-recovery: dev ## seconds from a fault to each step of recovery, real engines, on the running cluster; ARGS="--only kill"
 	@KUBECONFIG=$${KUBECONFIG:-/var/lib/rolloutfleet-cluster/admin.kubeconfig} $(PYTHON) -m bench.recovery $(ARGS)
+
+chaos: dev ## random faults on a fleet under load, on the running cluster; ARGS="--minutes 60 --stand-ins --seed 7"
+	@KUBECONFIG=$${KUBECONFIG:-/var/lib/rolloutfleet-cluster/admin.kubeconfig} $(PYTHON) -m chaos $(ARGS)
 
 generate: dev ## crds/ and the API reference from the models
 	@$(PYTHON) -m rolloutfleet.api.crdgen crds && $(PYTHON) -m rolloutfleet.api.refgen docs/reference/api.md

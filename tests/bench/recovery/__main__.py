@@ -32,7 +32,7 @@ from typing import Any
 from e2e.conftest import find_kubectl
 from e2e.faults import ENGINE_PROCESS, OPERATOR_PROCESS, STAND_IN_PROCESS, cut_off, send
 from e2e.fleets import engine_group, engines, rollout_server, router_pods, stand_in, stand_in_code, trainer_pod
-from e2e.support import Kubectl, KubectlError, eventually, remove_namespace
+from e2e.support import Kubectl, eventually, remove_namespace
 from e2e.watching import Life, PodWatch, RouterPoll, first_ping
 
 SERVER, GROUP = "bench", "bench-main"
@@ -186,23 +186,15 @@ class Bench:
         self._turn += 1
         victim = lives[self._turn % len(lives)]
         self.ended += 1
-        send(self._leading_operator(), signal.SIGKILL, part=OPERATOR_PROCESS)
+        # Both replicas are up: after the last round the kubelet lets the killed one wait.
+        self._kubectl.within(SYSTEM)("rollout", "status", "deploy/rolloutfleet-operator", "--timeout=120s")
+        leader = eventually(lambda: leading_operator(self._kubectl), 30, "an operator leads")
+        send(leader["metadata"]["uid"], signal.SIGKILL, part=OPERATOR_PROCESS)
         begun = time.monotonic()
         self._pods.delete(victim.name)
         fresh = self._replacement(victim, begun)
         self.reactions.append(fresh.created - begun if fresh is not None else None)
         say(f"operator killed: reacted after {self.reactions[-1]} s")
-
-    def _leading_operator(self) -> str:
-        """UID of its pod: the holder of the Lease; where there is none, the only one."""
-        system = self._kubectl.within(SYSTEM)
-        system("rollout", "status", "deploy/rolloutfleet-operator", "--timeout=60s")
-        listed = system.json("get", "pods", "--selector=app.kubernetes.io/name=rolloutfleet-operator")["items"]
-        pods = [pod["metadata"] for pod in listed if not pod["metadata"].get("deletionTimestamp")]
-        with contextlib.suppress(KubectlError):
-            holder = system.json("get", "lease", "rolloutfleet-operator")["spec"].get("holderIdentity") or ""
-            pods = [pod for pod in pods if holder.startswith(pod["name"])] or pods
-        return str(pods[0]["uid"])
 
     def recreations(self) -> int:
         """Pods made beyond the first ones and one for each engine that a fault has ended."""
@@ -260,14 +252,25 @@ def await_leader_beside_the_control_plane(kubectl: Kubectl) -> None:
     """A leading operator on the node that is cut off would measure its own absence: that is `operator`'s part."""
     system = kubectl.within(SYSTEM)
 
-    def strayed() -> list[str]:
-        selector = "--selector=app.kubernetes.io/name=rolloutfleet-operator"
-        listed = system.json("get", "pods", selector, f"--field-selector=spec.nodeName={OTHER}")["items"]
-        return [pod["metadata"]["name"] for pod in listed if not pod["metadata"].get("deletionTimestamp")]
+    def at_home() -> bool:
+        pod = leading_operator(kubectl)
+        if pod["spec"]["nodeName"] != OTHER:
+            return True
+        system("delete", "pod", pod["metadata"]["name"], "--wait=false")
+        return False
 
-    for pod in strayed():
-        system("delete", "pod", pod)
-    system("rollout", "status", "deploy/rolloutfleet-operator", "--timeout=120s")
+    eventually(at_home, 60, f"the leading operator is not on {OTHER}")
+
+
+def leading_operator(kubectl: Kubectl) -> dict[str, Any]:
+    """Its pod, which holds the Lease."""
+    system = kubectl.within(SYSTEM)
+    holder = str(system.json("get", "lease", "rolloutfleet-operator")["spec"].get("holderIdentity"))
+    listed = system.json("get", "pods", "--selector=app.kubernetes.io/name=rolloutfleet-operator")["items"]
+    pods = [pod for pod in listed if not pod["metadata"].get("deletionTimestamp")]
+    leading = [pod for pod in pods if holder == pod["metadata"]["name"]]
+    assert leading, f"the Lease is held by {holder!r}, the operator's pods are {[p['metadata']['name'] for p in pods]}"
+    return dict(leading[0])
 
 
 def router_address(kubectl: Kubectl) -> str:
