@@ -8,7 +8,9 @@ CLUSTER := tests/cluster/cluster
 export PYTHONPATH := operator:tests
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help quickstart down test lint unit api-server e2e generate format tools dev images up status
+ARGS ?=
+
+.PHONY: help quickstart down test bench-recovery chaos lint unit e2e generate format tools dev images up status api-server
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
@@ -23,7 +25,7 @@ test: tools dev ## all tests: lint, types, layers, unit, end to end on a real cl
 
 lint: dev ## ruff, mypy --strict, import-linter
 	@$(DEV)/bin/ruff check operator tests docs && $(DEV)/bin/ruff format --check operator tests docs
-	@$(DEV)/bin/mypy operator tests/unit tests/e2e tests/api_server
+	@$(DEV)/bin/mypy operator tests/unit tests/e2e tests/bench tests/chaos tests/api_server
 	@$(DEV)/bin/lint-imports
 
 unit: dev ## unit and property tests, no cluster
@@ -34,6 +36,12 @@ api-server: tools dev ## the operator against a real API server: it dies at each
 
 e2e: tools dev ## end-to-end tests; uses KUBECONFIG if set, else the local cluster
 	@bash tests/run.sh e2e
+
+bench-recovery: dev ## seconds from a fault to each step of recovery, real engines, on the running cluster; ARGS="--only kill"
+	@KUBECONFIG=$${KUBECONFIG:-/var/lib/rolloutfleet-cluster/admin.kubeconfig} $(PYTHON) -m bench.recovery $(ARGS)
+
+chaos: dev ## random faults on a fleet under load, on the running cluster; ARGS="--minutes 60 --stand-ins --seed 7"
+	@KUBECONFIG=$${KUBECONFIG:-/var/lib/rolloutfleet-cluster/admin.kubeconfig} $(PYTHON) -m chaos $(ARGS)
 
 generate: dev ## crds/ and the API reference from the models
 	@$(PYTHON) -m rolloutfleet.api.crdgen crds && $(PYTHON) -m rolloutfleet.api.refgen docs/reference/api.md

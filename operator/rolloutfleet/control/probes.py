@@ -155,6 +155,7 @@ class Prober:
             after = replace(
                 known,
                 answering=True,
+                closed=False,
                 misses=0,
                 paused=paused,
                 label=info.weight_version,

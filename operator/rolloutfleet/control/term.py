@@ -24,6 +24,7 @@ from rolloutfleet.control.probes import Prober
 from rolloutfleet.control.reconcile import Reconciler
 from rolloutfleet.control.store import FleetKey, FleetStore
 from rolloutfleet.control.tables import Tables
+from rolloutfleet.control.tripwire import Tripwire
 from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.engine.sglang import EncoderClient, EncoderTable, EngineClient
 from rolloutfleet.kube import client as kube
@@ -80,6 +81,7 @@ class Term:
             monotonic=time.monotonic,
             chance=random.random,
         )
+        self._tripwire = Tripwire(store=store, enqueue=self.queue.add, look_soon=self.prober.look_soon)
         self._engines = EngineWork(api=api, store=store, prober=self.prober, engine=engine, enqueue=self.queue.add)
         self.executor = Executor(
             objects=ObjectWriter(
@@ -122,6 +124,7 @@ class Term:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.prober.run(), name="prober")
                 group.create_task(self._health.run(), name="health")
+                group.create_task(self._tripwire.run(), name="tripwire")
                 group.create_task(self.queue.run(workers=WORKERS, reconcile=reconcile), name="queue")
                 group.create_task(_awaited(beside), name="beside")
         finally:

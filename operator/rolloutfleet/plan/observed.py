@@ -125,6 +125,8 @@ class EngineProbe:
     pair_failures: Mapping[str, int] = field(default_factory=dict)
     """Requests in a row that failed, by UID of the peer pod."""
     pair_error: str = ""
+    closed: bool = False
+    """Nobody listens at its port any more, although a connection of ours stood: its server has ended."""
     unhealthy: int = 0
     """Health checks in a row without an answer, while nobody held the engine."""
     recheck: bool = False
