@@ -3,12 +3,13 @@ SHELL := /bin/bash
 CACHE := $(or $(ROLLOUTFLEET_CACHE),$(HOME)/.cache/rolloutfleet)
 export ROLLOUTFLEET_CACHE := $(CACHE)
 DEV := $(CACHE)/dev-$(shell sha256sum tests/requirements.txt | cut -c1-10)
+ROUTER := $(CACHE)/router-$(shell sha256sum images/router/requirements.txt | cut -c1-10)
 PYTHON := $(DEV)/bin/python
 CLUSTER := tests/cluster/cluster
 export PYTHONPATH := operator:tests
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help quickstart down test lint unit e2e generate format tools dev images up status
+.PHONY: help quickstart down test lint unit e2e generate format tools dev images up status bench-router
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
@@ -32,6 +33,9 @@ unit: dev ## unit and property tests, no cluster
 e2e: tools dev ## end-to-end tests; uses KUBECONFIG if set, else the local cluster
 	@bash tests/run.sh e2e
 
+bench-router: tools dev $(ROUTER)/complete ## the real router in front of engines that refuse, die, hang and vanish (root, 6 minutes)
+	@PYTHONPATH=operator:tests ROUTER_PYTHON=$(ROUTER)/bin/python $(PYTHON) -m bench.router
+
 generate: dev ## crds/ and the API reference from the models
 	@$(PYTHON) -m rolloutfleet.api.crdgen crds && $(PYTHON) -m rolloutfleet.api.refgen docs/reference/api.md
 	@$(DEV)/bin/ruff format -q operator tests docs
@@ -50,6 +54,11 @@ up: tools images ## the local cluster alone
 
 status: ## what runs
 	@bash $(CLUSTER) status
+
+$(ROUTER)/complete: images/router/requirements.txt
+	@rm -rf $(ROUTER) && $(CACHE)/uv-0.13.9/bin/uv venv -q --python /usr/bin/python3.11 $(ROUTER)
+	@VIRTUAL_ENV=$(ROUTER) $(CACHE)/uv-0.13.9/bin/uv pip install -q --no-deps -r $<
+	@touch $@
 
 dev: $(DEV)/complete
 $(DEV)/complete: tests/requirements.txt

@@ -80,6 +80,15 @@ class Term:
             chance=random.random,
         )
         self._engines = EngineWork(api=api, store=store, prober=self.prober, engine=engine, enqueue=self.queue.add)
+        self._tables = Tables(
+            api=api,
+            store=store,
+            prober=self.prober,
+            router=router,
+            encoder_table=encoder_table,
+            enqueue=self.queue.add,
+            enqueue_after=self.queue.add_after,
+        )
         self.executor = Executor(
             objects=ObjectWriter(
                 api=api,
@@ -89,15 +98,7 @@ class Term:
                 clock=clock,
                 metrics=metrics,
             ),
-            tables=Tables(
-                api=api,
-                store=store,
-                prober=self.prober,
-                router=router,
-                encoder_table=encoder_table,
-                enqueue_after=self.queue.add_after,
-                clock=clock,
-            ),
+            tables=self._tables,
             engines=self._engines,
             require=require,
         )
@@ -124,6 +125,7 @@ class Term:
                 group.create_task(self.queue.run(workers=WORKERS, reconcile=self.reconcile), name="queue")
                 group.create_task(_awaited(beside), name="beside")
         finally:
+            await self._tables.close()
             await self._engines.close()
 
 
