@@ -33,7 +33,7 @@ unit: dev ## unit and property tests, no cluster
 e2e: tools dev ## end-to-end tests; uses KUBECONFIG if set, else the local cluster
 	@bash tests/run.sh e2e
 
-bench-router: tools dev $(ROUTER)/complete ## the real router in front of engines that refuse, die, hang and vanish (root, 6 minutes)
+bench-router: tools dev $(ROUTER)/complete ## the real router in front of engines that refuse, die, hang and vanish (root, 10 minutes)
 	@PYTHONPATH=operator:tests ROUTER_PYTHON=$(ROUTER)/bin/python $(PYTHON) -m bench.router
 
 generate: dev ## crds/ and the API reference from the models

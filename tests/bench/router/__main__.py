@@ -1,16 +1,19 @@
 """What the real sglang-router does to requests when engines refuse, die, hang or vanish, by its settings.
 
-`make bench-router` (root: engines are cut off in network namespaces; five minutes). A line each measurement; the last
-line is one JSON object. docs/adr/0011 draws the conclusions.
+`make bench-router` (root: engines are cut off in network namespaces; ten minutes). A line each measurement; the last
+line is one JSON object. `python -m bench.router TEXT` takes those with TEXT in their names alone. docs/adr/0011 draws
+the conclusions.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any
 
 from bench.router.parts import Engine, Rig, rig
@@ -31,12 +34,13 @@ SETTINGS = {
     "ten tries": {**ROUTER_DEFAULTS, "retry-max-retries": "10", "retry-initial-backoff-ms": "100"},
     "chosen": dict(ROUTER_DEFAULTS),
 }
-AT_ONCE = 6
+AT_ONCE = 4
 """Routers under test at a time: more, and the machine is what is measured."""
 PATIENCE = 65.0
 """Seconds after which a client counts a request as failed."""
 
 Result = dict[str, Any]
+Experiment = Callable[[], Awaitable[Result]]
 
 
 def router(settings: str, policy: str = "cache_aware", *, pairs: bool = False) -> AbstractAsyncContextManager[Rig]:
@@ -171,54 +175,56 @@ async def under_load() -> Result:
         }
 
 
-def experiments() -> dict[str, Coroutine[Any, Any, Result]]:
-    found: dict[str, Coroutine[Any, Any, Result]] = {}
+def experiments() -> dict[str, Experiment]:
+    found: dict[str, Experiment] = {}
     for settings in ("breaker", "before", "chosen"):
         for status in (400, 422, 500):
-            found[f"{settings}: 50 x {status}"] = refused(settings, status)
-            found[f"{settings}: 50 x {status}, PD"] = refused(settings, status, "prefill")
+            found[f"{settings}: 50 x {status}"] = partial(refused, settings, status)
+            found[f"{settings}: 50 x {status}, PD"] = partial(refused, settings, status, "prefill")
     for settings in ("breaker", "before", "one try", "chosen"):
         for after in (None, 1.0):
             when = "not removed" if after is None else f"removed after {after:g} s"
             for role in ("regular", "prefill", "decode"):
-                found[f"{settings}: {role} killed, {when}"] = owner_lost(
-                    settings, "kill", role=role, removed_after=after
+                found[f"{settings}: {role} killed, {when}"] = partial(
+                    owner_lost, settings, "kill", role=role, removed_after=after
                 )
-        found[f"{settings}: killed, manual"] = owner_lost(settings, "kill", policy="manual")
-        found[f"{settings}: killed with 8 in flight"] = in_flight(settings, "kill")
-        found[f"{settings}: poisonous request"] = poisonous(settings)
+        found[f"{settings}: killed, manual"] = partial(owner_lost, settings, "kill", policy="manual")
+        found[f"{settings}: killed with 8 in flight"] = partial(in_flight, settings, "kill")
+        found[f"{settings}: poisonous request"] = partial(poisonous, settings)
     for policy in ("round_robin", "random", "power_of_two"):
-        found[f"chosen: killed, {policy}"] = owner_lost("chosen", "kill", policy=policy)
+        found[f"chosen: killed, {policy}"] = partial(owner_lost, "chosen", "kill", policy=policy)
     for how in ("hang", "vanish"):
-        found[f"chosen: {how}, not removed"] = owner_lost("chosen", how)
-        found[f"chosen: {how}, removed after 1 s"] = owner_lost("chosen", how, removed_after=1.0)
-    found["ten tries: poisonous request"] = poisonous("ten tries")
+        found[f"chosen: {how}, not removed"] = partial(owner_lost, "chosen", how)
+        found[f"chosen: {how}, removed after 1 s"] = partial(owner_lost, "chosen", how, removed_after=1.0)
+    found["ten tries: poisonous request"] = partial(poisonous, "ten tries")
     for steps in (("remove",), ("remove", "kill"), ("kill", "remove"), ("hang", "remove", "kill"), ("vanish",)):
-        found[f"chosen: 8 in flight, {' + '.join(steps)}"] = in_flight("chosen", *steps)
+        found[f"chosen: 8 in flight, {' + '.join(steps)}"] = partial(in_flight, "chosen", *steps)
     for role in ("prefill", "decode"):
-        found[f"chosen: 8 in flight, {role} kill + remove"] = in_flight("chosen", "kill", "remove", role=role)
+        found[f"chosen: 8 in flight, {role} kill + remove"] = partial(in_flight, "chosen", "kill", "remove", role=role)
     for number in (9, 10, 12):
-        found[f"chosen: removal behind {number} stuck registrations"] = removed_behind(number)
+        found[f"chosen: removal behind {number} stuck registrations"] = partial(removed_behind, number)
     for how in ("kill", "hang", "vanish"):
-        found[f"chosen: registration, {how}"] = registered(how)
+        found[f"chosen: registration, {how}"] = partial(registered, how)
     return found
 
 
-async def main() -> None:
+async def main(part: str) -> None:
     slots = asyncio.Semaphore(AT_ONCE)
     results: dict[str, Result] = {}
 
-    async def measure(name: str, experiment: Coroutine[Any, Any, Result]) -> None:
+    async def measure(name: str, experiment: Experiment) -> None:
         async with slots:
-            results[name] = await experiment
+            results[name] = await experiment()
             print(f"{name:55} {json.dumps(results[name])}", flush=True)
 
     async with asyncio.TaskGroup() as group:
         for name, experiment in experiments().items():
-            group.create_task(measure(name, experiment))
-    await measure("chosen: under load", under_load())
+            if part in name:
+                group.create_task(measure(name, experiment))
+    if not part:
+        await measure("chosen: under load", under_load)
     print(json.dumps(results))
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(main(" ".join(sys.argv[1:])))

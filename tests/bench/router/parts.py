@@ -232,10 +232,10 @@ def _free_port() -> int:
 
 
 async def _until_up(http: aiohttp.ClientSession, url: str) -> None:
-    for _ in range(400):
-        with contextlib.suppress(aiohttp.ClientError):
-            async with http.get(url) as answer:
-                if answer.status == 200:
-                    return
-        await asyncio.sleep(0.05)
-    raise RuntimeError(f"{url} does not come up")
+    async with asyncio.timeout(120):
+        while True:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with http.get(url) as answer:
+                    if answer.status == 200:
+                        return
+            await asyncio.sleep(0.05)
