@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import kopf
 
-from rolloutfleet.api.names import COMPONENT_TRAINER, LABEL_COMPONENT, LABEL_MANAGED_BY, MANAGED_BY
+from rolloutfleet.api.names import COMPONENT_ROUTER, COMPONENT_TRAINER, LABEL_COMPONENT, LABEL_MANAGED_BY, MANAGED_BY
 from rolloutfleet.control.leadership import Leadership
 from rolloutfleet.control.metrics import Metrics
 from rolloutfleet.control.states import Sources, States
@@ -180,6 +180,8 @@ class Operator:
         key = self.store.remove(kind, body) if kind_of_event == "DELETED" else self.store.upsert(kind, body)
         if key is not None:
             self._enqueue(key)
+            if kind == "Pod" and component_of(body) == COMPONENT_ROUTER and self.term is not None:
+                self.term.prober.look_soon(body["metadata"]["uid"])  # its process may be new, and its table empty
 
     def _enqueue(self, key: FleetKey) -> None:
         """A standby only remembers: its first act as the leader is to look at every fleet."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
@@ -70,6 +70,21 @@ class Target:
     deleting: bool = False
 
 
+@dataclass(frozen=True)
+class Registration:
+    """A router has been asked to add a worker."""
+
+    worker_id: str
+    until: datetime
+    """When it is to be asked again, whatever it says."""
+
+    def failed(self, now: datetime) -> Registration:
+        return replace(self, until=min(self.until, now + FAILED_REGISTRATION_PAUSE))
+
+
+FAILED_REGISTRATION_PAUSE = timedelta(seconds=3)
+
+
 @dataclass
 class _Seen:
     """All objects of one fleet, by kind and name."""
@@ -94,11 +109,15 @@ class FleetStore:
         it tried and what came of it."""
         self.probes: dict[str, EngineProbe] = {}
         self.tables: dict[str, dict[str, Worker] | None] = {}
-        self.registering: dict[str, dict[str, datetime]] = {}
+        self.registering: dict[str, dict[str, Registration]] = {}
+        """By UID of the router's pod and URL of the worker: what was asked for and is not listed yet."""
         self.busy: dict[str, str] = {}
         self.create_failures: dict[FleetKey, dict[str, Trouble]] = {}
         self.catch_up_failures: dict[str, str] = {}
         self.applied_versions: dict[FleetKey, dict[str, str]] = {}
+
+    def now(self) -> datetime:
+        return self._clock()
 
     # What watches and lists bring
 
@@ -261,7 +280,6 @@ class FleetStore:
         }
         pods = list(self._objects(key, "Pod").values())
         group_uids = [child["metadata"]["uid"] for child in owned["ServerGroup"]]
-        now = self._clock()
         return Fleet(
             server=server,
             groups=tuple(
@@ -274,9 +292,7 @@ class FleetStore:
                 router_pod(
                     pod,
                     self.tables.get(pod["metadata"]["uid"]),
-                    frozenset(
-                        url for url, until in self.registering.get(pod["metadata"]["uid"], {}).items() if now < until
-                    ),
+                    frozenset(self.registering.get(pod["metadata"]["uid"], ())),
                 )
                 for pod in pods
                 if component_of(pod) == COMPONENT_ROUTER and not pod["metadata"].get("deletionTimestamp")
