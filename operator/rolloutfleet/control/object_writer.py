@@ -106,6 +106,7 @@ class ObjectWriter:
 
     async def apply_status(self, key: FleetKey, action: ApplyStatus) -> None:
         resource = kube.by_kind(action.kind)
+        # The UID keeps an apply from bringing a vanished object back to life.
         metadata = {"name": action.name, "namespace": key.namespace, "uid": action.uid}
         if action.version:
             metadata["resourceVersion"] = action.version

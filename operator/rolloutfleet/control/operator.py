@@ -126,8 +126,8 @@ class Operator:
             store=self.store,
             defaults=self._defaults,
             clock=now,
-            metrics=self._metrics,
             require=self._leadership.require,
+            metrics=self._metrics,
         )
         return self.term
 
@@ -164,8 +164,8 @@ class Operator:
 
     def saw(self, kind: str, kind_of_event: str | None, body: dict[str, Any]) -> None:
         """A watch event, or an object of kopf's first list (`kind_of_event` None)."""
-        self._metrics.heard(kind)
         self._watches[kind].told()
+        self._metrics.heard(kind)
         if kind == "Pod" and component_of(body) == COMPONENT_TRAINER:
             self._trainers.saw(body, deleted=kind_of_event == "DELETED")
             return
@@ -188,7 +188,7 @@ class Operator:
             kind = watched.resource.kind
             namespace = self._namespace if watched.resource.namespaced else None
             listed = await self._api.list(watched.resource, namespace=namespace, label_selector=watched.selector)
-            self._metrics.heard(watched.resource.kind)
+            self._metrics.heard(kind)
             if any(self.store.is_news(kind, item) for item in listed.items):
                 self._watches[kind].was_late(time.monotonic())
             if watched.resource is kube.NODE:

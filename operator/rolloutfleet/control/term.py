@@ -45,12 +45,11 @@ class Term:
         store: FleetStore,
         defaults: Defaults,
         clock: Callable[[], datetime],
-        metrics: Metrics,
         require: Callable[[], None],
+        metrics: Metrics,
     ) -> None:
         """`require` raises Stop when it is not certain that this replica leads."""
         self._store = store
-        self._metrics = metrics
         self.queue: WorkQueue[FleetKey] = WorkQueue()
 
         def engine(url: str) -> EngineClient:
@@ -102,7 +101,7 @@ class Term:
             engines=self._engines,
             require=require,
         )
-        self.reconcile = Reconciler(
+        reconcile = Reconciler(
             store=store,
             executor=self.executor,
             queue=self.queue,
@@ -110,6 +109,7 @@ class Term:
             clock=clock,
             looked_at=self.prober.knows,
         )
+        self.reconcile = metrics.timed(reconcile)
 
     async def run(self, *, resync: Callable[[], Awaitable[None]], beside: Callable[[], Awaitable[None]]) -> None:
         """For ever; cancelled when the term ends. `beside`: what else only a leader does."""
@@ -118,11 +118,10 @@ class Term:
             self.prober.expect_all()
             for key in self._store.fleet_keys():
                 self.queue.add(key)
-            reconcile = self._metrics.timed(self.reconcile)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.prober.run(), name="prober")
                 group.create_task(self._health.run(), name="health")
-                group.create_task(self.queue.run(workers=WORKERS, reconcile=reconcile), name="queue")
+                group.create_task(self.queue.run(workers=WORKERS, reconcile=self.reconcile), name="queue")
                 group.create_task(_awaited(beside), name="beside")
         finally:
             await self._engines.close()
