@@ -3,12 +3,15 @@ SHELL := /bin/bash
 CACHE := $(or $(ROLLOUTFLEET_CACHE),$(HOME)/.cache/rolloutfleet)
 export ROLLOUTFLEET_CACHE := $(CACHE)
 DEV := $(CACHE)/dev-$(shell sha256sum tests/requirements.txt | cut -c1-10)
+ROUTER := $(CACHE)/router-$(shell sha256sum images/router/requirements.txt | cut -c1-10)
 PYTHON := $(DEV)/bin/python
 CLUSTER := tests/cluster/cluster
 export PYTHONPATH := operator:tests
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help quickstart down test lint unit e2e generate format tools dev images up status
+ARGS ?=
+
+.PHONY: help quickstart down test bench-recovery bench-router chaos lint unit e2e generate format tools dev images up status api-server
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
@@ -23,14 +26,26 @@ test: tools dev ## all tests: lint, types, layers, unit, end to end on a real cl
 
 lint: dev ## ruff, mypy --strict, import-linter
 	@$(DEV)/bin/ruff check operator tests docs && $(DEV)/bin/ruff format --check operator tests docs
-	@$(DEV)/bin/mypy operator tests/unit tests/e2e
+	@$(DEV)/bin/mypy operator tests/unit tests/e2e tests/bench tests/chaos tests/api_server
 	@$(DEV)/bin/lint-imports
 
 unit: dev ## unit and property tests, no cluster
 	@$(PYTHON) -m pytest tests/unit
 
+api-server: tools dev ## the operator against a real API server: it dies at each of its calls; no cluster
+	@$(PYTHON) -m pytest tests/api_server
+
 e2e: tools dev ## end-to-end tests; uses KUBECONFIG if set, else the local cluster
 	@bash tests/run.sh e2e
+
+bench-recovery: dev ## seconds from a fault to each step of recovery, real engines, on the running cluster; ARGS="--only kill"
+	@KUBECONFIG=$${KUBECONFIG:-/var/lib/rolloutfleet-cluster/admin.kubeconfig} $(PYTHON) -m bench.recovery $(ARGS)
+
+chaos: dev ## random faults on a fleet under load, on the running cluster; ARGS="--minutes 60 --stand-ins --seed 7"
+	@KUBECONFIG=$${KUBECONFIG:-/var/lib/rolloutfleet-cluster/admin.kubeconfig} $(PYTHON) -m chaos $(ARGS)
+
+bench-router: tools dev $(ROUTER)/complete ## the real router in front of engines that refuse, die, hang and vanish (root, 10 minutes)
+	@PYTHONPATH=operator:tests ROUTER_PYTHON=$(ROUTER)/bin/python $(PYTHON) -m bench.router
 
 generate: dev ## crds/ and the API reference from the models
 	@$(PYTHON) -m rolloutfleet.api.crdgen crds && $(PYTHON) -m rolloutfleet.api.refgen docs/reference/api.md
@@ -50,6 +65,11 @@ up: tools images ## the local cluster alone
 
 status: ## what runs
 	@bash $(CLUSTER) status
+
+$(ROUTER)/complete: images/router/requirements.txt
+	@rm -rf $(ROUTER) && $(CACHE)/uv-0.13.9/bin/uv venv -q --python /usr/bin/python3.11 $(ROUTER)
+	@VIRTUAL_ENV=$(ROUTER) $(CACHE)/uv-0.13.9/bin/uv pip install -q --no-deps -r $<
+	@touch $@
 
 dev: $(DEV)/complete
 $(DEV)/complete: tests/requirements.txt

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import kopf
 
-from rolloutfleet.api.names import COMPONENT_TRAINER, LABEL_COMPONENT, LABEL_MANAGED_BY, MANAGED_BY
+from rolloutfleet.api.names import COMPONENT_ROUTER, COMPONENT_TRAINER, LABEL_COMPONENT, LABEL_MANAGED_BY, MANAGED_BY
 from rolloutfleet.control.leadership import Leadership
 from rolloutfleet.control.metrics import Metrics
 from rolloutfleet.control.states import Sources, States
@@ -72,16 +72,20 @@ class Operator:
         leadership: Leadership | None = None,
         metrics: Metrics | None = None,
         services: tuple[Callable[[], Awaitable[None]], ...] = (),
+        transport: httpx.AsyncBaseTransport | None = None,
+        resync_seconds: float = RESYNC_SECONDS,
     ) -> None:
-        """`services` run in every replica, whether it leads or not."""
+        """`services` run in every replica, whether it leads or not. `transport` replaces the way to engines and
+        routers."""
         self._api = api
         self._namespace = namespace
         self._defaults = defaults
         self._leadership = leadership or Leadership()
         self._services = services
+        self._resync_seconds = resync_seconds
         self._metrics = metrics or Metrics()
         limits = httpx.Limits(max_connections=256, max_keepalive_connections=128)
-        transport = httpx.AsyncHTTPTransport(trust_env=False, limits=limits)
+        transport = transport or httpx.AsyncHTTPTransport(trust_env=False, limits=limits)
         self._http = httpx.AsyncClient(
             trust_env=False,
             transport=self._metrics.observed(transport),
@@ -126,8 +130,8 @@ class Operator:
             store=self.store,
             defaults=self._defaults,
             clock=now,
-            require=self._leadership.require,
             metrics=self._metrics,
+            require=self._leadership.require,
         )
         return self.term
 
@@ -164,8 +168,8 @@ class Operator:
 
     def saw(self, kind: str, kind_of_event: str | None, body: dict[str, Any]) -> None:
         """A watch event, or an object of kopf's first list (`kind_of_event` None)."""
-        self._watches[kind].told()
         self._metrics.heard(kind)
+        self._watches[kind].told()
         if kind == "Pod" and component_of(body) == COMPONENT_TRAINER:
             self._trainers.saw(body, deleted=kind_of_event == "DELETED")
             return
@@ -176,6 +180,8 @@ class Operator:
         key = self.store.remove(kind, body) if kind_of_event == "DELETED" else self.store.upsert(kind, body)
         if key is not None:
             self._enqueue(key)
+            if kind == "Pod" and component_of(body) == COMPONENT_ROUTER and self.term is not None:
+                self.term.prober.look_soon(body["metadata"]["uid"])  # its process may be new, and its table empty
 
     def _enqueue(self, key: FleetKey) -> None:
         """A standby only remembers: its first act as the leader is to look at every fleet."""
@@ -188,11 +194,11 @@ class Operator:
             kind = watched.resource.kind
             namespace = self._namespace if watched.resource.namespaced else None
             listed = await self._api.list(watched.resource, namespace=namespace, label_selector=watched.selector)
-            self._metrics.heard(kind)
+            self._metrics.heard(watched.resource.kind)
             if any(self.store.is_news(kind, item) for item in listed.items):
                 self._watches[kind].was_late(time.monotonic())
             if watched.resource is kube.NODE:
-                changed = self.store.replace_nodes(listed.items)
+                changed = self.store.replace_nodes(listed.items, listed.resource_version)
             else:
                 changed = self.store.replace(kind, listed.items, listed.resource_version)
             for key in changed:
@@ -222,7 +228,7 @@ class Operator:
 
     async def _resync_for_ever(self) -> None:
         while True:
-            await asyncio.sleep(RESYNC_SECONDS)
+            await asyncio.sleep(self._resync_seconds)
             try:
                 await self._resync()
             except kube.ApiError as error:

@@ -7,6 +7,7 @@ busy or offloaded engine answers as fast as an idle one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,9 +23,13 @@ from rolloutfleet.plan.observed import EngineProbe, Worker, WorkerKind, encoder_
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.25
+REST_SECONDS = 0.05
+"""Between two looks around, however often somebody asks for one: it takes milliseconds with a thousand engines."""
 STARTING_SECONDS = 1.0
 SETTLED_SECONDS = 3.0
 CONCURRENCY = 64
+FOLLOWED_AT_ONCE = 8
+"""Registrations whose fate is asked for in one look at a router; they are followed one after the other."""
 
 ENCODER_FACTS = EngineFacts(role="Encoder", tensor_parallel=1, pipeline_parallel=1, memory_saver=False)
 """An encoder has no /server_info."""
@@ -53,6 +58,7 @@ class Prober:
         self._running: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(CONCURRENCY)
+        self._wake = asyncio.Event()
         self._expected: dict[FleetKey, set[str]] = {}
         """Whom of a fleet to have looked at before anything is decided about it."""
 
@@ -75,8 +81,9 @@ class Prober:
                 self._enqueue(key)
 
     def look_soon(self, pod_uid: str) -> None:
-        """Look at this pod at the next tick: something was just asked of it."""
+        """Look at this pod at once: something was just asked of it."""
         self._due[pod_uid] = 0.0
+        self._wake.set()
 
     async def run(self) -> None:
         """For ever; cancelled when the term ends."""
@@ -105,7 +112,10 @@ class Prober:
                 del self._due[uid]
             for uid in [uid for uid in self._store.probes if is_external(uid) and uid not in current]:
                 del self._store.probes[uid]
-            await asyncio.sleep(TICK_SECONDS)
+            await asyncio.sleep(REST_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), TICK_SECONDS - REST_SECONDS)
+            self._wake.clear()
 
     async def _guarded(self, target: Target) -> None:
         look = self._look_at_engine
@@ -155,6 +165,7 @@ class Prober:
             after = replace(
                 known,
                 answering=True,
+                closed=False,
                 misses=0,
                 paused=paused,
                 label=info.weight_version,
@@ -192,20 +203,38 @@ class Prober:
     async def _look_at_router(self, target: Target) -> bool:
         uid = target.uid
         before = self._store.tables.get(uid)
-        registering = self._store.registering.get(uid, {})
+        client = self._router(target.url)
         try:
-            workers = await self._router(target.url).list_workers()
+            after = {worker.url: _listed(worker) for worker in await client.list_workers()}
         except EngineError:
             after = None
-        else:
-            after = {worker.url: _listed(worker) for worker in workers}
-            for url in after:
-                registering.pop(url, None)
+        # First: what is neither listed nor being registered would be registered again.
         self._store.tables[uid] = after
-        if after != before:
+        given_up = after is not None and await self._follow_registrations(uid, client, frozenset(after))
+        if after != before or given_up:
             for key in target.fleets:
                 self._enqueue(key)
-        return not registering and after is not None and all(worker.healthy for worker in after.values())
+        return uid not in self._store.registering and after is not None and all(w.healthy for w in after.values())
+
+    async def _follow_registrations(self, uid: str, client: router.RouterClient, listed: frozenset[str]) -> bool:
+        """Forget those that are listed; whether one has come to nothing, so that it must be asked for again."""
+        given_up = False
+        waiting = self._store.registering.get(uid, {})
+        for url in listed & waiting.keys():
+            del waiting[url]
+        with contextlib.suppress(EngineError):  # the next look follows them
+            for url, registration in list(waiting.items())[:FOLLOWED_AT_ONCE]:
+                failure = await client.registration_failure(registration.worker_id)
+                if failure and waiting.get(url) is registration:
+                    logger.warning("%s did not register %s: %s", client.url, url, failure)
+                    waiting[url] = registration.failed(self._store.now())
+        for url, registration in list(waiting.items()):
+            if registration.until <= self._store.now():
+                del waiting[url]
+                given_up = True
+        if not waiting:
+            self._store.registering.pop(uid, None)
+        return given_up
 
 
 def _missed(before: EngineProbe | None, target: Target) -> EngineProbe:
@@ -230,7 +259,7 @@ async def _model_info(engine: EngineClient) -> ModelInfo | None:
 
 def _listed(worker: router.Worker) -> Worker:
     kind = WorkerKind(type=worker.worker_type, bootstrap_port=worker.bootstrap_port)
-    return Worker(healthy=worker.is_healthy, kind=kind)
+    return Worker(healthy=worker.is_healthy, kind=kind, id=worker.id)
 
 
 async def _facts(engine: EngineClient) -> EngineFacts | None:

@@ -97,14 +97,16 @@ class KubeApi:
         max_connections: int = 64,
         before_write: Callable[[], None] | None = None,
         observe: Observer = nobody,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """`before_write` is called just before anything but a read is sent, repetitions too; what it raises is raised
-        instead."""
+        instead. `transport` replaces the way to the API server, its TLS included."""
         self.credentials = credentials
         self._before_write = before_write
         self._observe = observe
         self._http = httpx.AsyncClient(
             base_url=credentials.server,
+            transport=transport,
             verify=credentials.tls,
             trust_env=False,
             timeout=httpx.Timeout(REQUEST_SECONDS, connect=10.0),

@@ -104,11 +104,13 @@ class World:
         self.create_failures: dict[str, Trouble] = {}
         self.silent: set[str] = set()
         """Engines that run and do not answer."""
+        self.closed: set[str] = set()
+        """Engines whose server has ended, as seen by a connection."""
         self.unhealthy: dict[str, int] = {}
         """Health checks in a row without a token, by pod UID."""
         self.rechecks: set[str] = set()
         """Engines whose weights are due to be read again."""
-        self.nodes: dict[str, bool] | None = None
+        self.nodes: dict[str, bool | None] | None = None
         """Readiness of each node; None as long as nobody has listed them. Pods run on node-INDEX."""
         self.forced: list[str] = []
         """Pods that were removed without the word of their kubelet."""
@@ -159,8 +161,8 @@ class World:
         return [pod["metadata"]["uid"] for pod in self.pods.values()] + [*self.outside]
 
     def _probe(self, uid: str) -> EngineProbe:
-        if uid not in self.weights or uid in self.silent:
-            return EngineProbe(answering=False, unhealthy=self.unhealthy.get(uid, 0))
+        if uid not in self.weights or uid in self.silent or uid in self.closed:
+            return EngineProbe(answering=False, closed=uid in self.closed, unhealthy=self.unhealthy.get(uid, 0))
         label, _ = self.weights[uid]
         proof = self.proofs.get(uid, ("", "", ""))
         proved = proof[0] == label
@@ -239,10 +241,11 @@ class World:
                 self._gate(pod, routable)
             case Register(router=router, url=url, kind=kind):
                 self.assert_right_weights(url)
-                self.tables[router][url] = Worker(healthy=True, kind=kind)
+                self.tables[router][url] = Worker(healthy=True, kind=kind, id=self._uid())
                 self.assert_pairs_meant(router)
-            case Deregister(router=router, url=url):
-                self.tables[router].pop(url, None)
+            case Deregister(router=router, url=url, worker_id=worker_id):
+                if url in self.tables[router] and self.tables[router][url].id == worker_id:
+                    del self.tables[router][url]
             case Verify(pod_uid=uid, training_key=key):
                 if uid in self.weights:
                     self.proofs[uid] = (*self.weights[uid], key)
@@ -534,6 +537,9 @@ class World:
 
     def listed(self) -> set[str]:
         return set.intersection(*(set(table) for table in self.tables.values())) if self.tables else set()
+
+    def listed_by(self, router: str) -> set[str]:
+        return set(self.tables[router])
 
     def group_status(self, group: str = "main") -> dict[str, Any]:
         status: dict[str, Any] = self.children[f"ServerGroup/qwen-{group}"].get("status", {})
