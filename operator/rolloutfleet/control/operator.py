@@ -286,4 +286,6 @@ def configure(settings: kopf.OperatorSettings) -> None:
     settings.watching.client_timeout = 330
     settings.networking.connect_timeout = 10
     settings.networking.request_timeout = 60
+    # kopf would leave watches off for up to 21 s after the API server is back.
+    settings.networking.error_backoffs = (1, 1, 2, 3, 5, 5, 5, 5, 5, 5, 5, 5)
     settings.execution.max_workers = 2
