@@ -195,6 +195,9 @@ class Prober:
             return None
 
     def _remember(self, target: Target, before: EngineProbe | None, after: EngineProbe) -> None:
+        latest = self._store.probes.get(target.uid)
+        if latest is not None and latest is not before and latest.closed:
+            after = replace(after, closed=True)  # its end was heard while we looked
         self._store.probes[target.uid] = after
         if after != before:
             for key in target.fleets:
