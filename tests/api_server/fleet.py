@@ -208,7 +208,7 @@ class Fleet:
                     continue
                 if engine.path not in self.allowed:
                     self.broken.append(f"{when}: a router lists {url} with {engine.path}, not {self.allowed}")
-                if engine.role != "regular" and not engine.generated:
+                if engine.mode != "null" and not engine.served:
                     self.broken.append(f"{when}: a router lists {url}, and no request ever went through it")
 
     # What is there
