@@ -43,7 +43,7 @@ class Tables:
         self._clock = clock
 
     async def register(self, key: FleetKey, action: Register) -> None:
-        await require_same_training(self._api, self._store, key)
+        await require_same_training(self._api, self._store, key, action.training_key)
         try:
             await self._router(action.router_url).add_worker(
                 action.url, worker_type=action.kind.type, bootstrap_port=action.kind.bootstrap_port
