@@ -43,6 +43,7 @@ from rolloutfleet.plan.observed import (
     pod_url,
     router_pod,
 )
+from rolloutfleet.plan.training import training_of
 
 logger = logging.getLogger(__name__)
 
@@ -310,6 +311,12 @@ class FleetStore:
                 if any(owned_by(body, uid) for uid in group_uids)
             },
         )
+
+    def training_key(self, key: FleetKey) -> str:
+        """Of the fleet as seen now: see Training.key."""
+        server = RolloutServer.model_validate(self.server(key))
+        leases = [lease for lease in self._objects(key, "Lease").values() if owned_by(lease, server.uid)]
+        return training_of(Fleet(server=server, lease=self._lease(key, leases)), self._clock()).key
 
     def _objects(self, key: FleetKey, kind: str) -> dict[str, dict[str, Any]]:
         seen = self._fleets.get(key)

@@ -123,7 +123,7 @@ class Tables:
 
         async def look() -> None:
             del self._checks[key]
-            await require_same_training(self._api, self._store, key)
+            await require_same_training(self._api, self._store, key, action.training_key)
 
         if key not in self._checks:
             self._checks[key] = asyncio.create_task(look(), name=f"trainer of {key.namespace}/{key.name}")

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from rolloutfleet.control.freshness import NotLeading
+from rolloutfleet.control.freshness import NotLeading, Stop
 from rolloutfleet.control.leadership import Leadership
 from rolloutfleet.control.operator import Operator
 from rolloutfleet.control.probes import Prober
@@ -65,7 +65,13 @@ def test_a_catch_up_that_outlives_its_term_loads_nothing_into_the_engine() -> No
 
         async with StandIn(answer) as engine:
             action = CatchUp(
-                pod_uid="u", url=engine.url, path="/w/2", version=2, fleet="rl/qwen", expected="", training_key="0/free"
+                pod_uid="u",
+                url=engine.url,
+                path="/w/2",
+                version=2,
+                fleet="rl/qwen",
+                expected="",
+                training_key="0/0/free",
             )
             await scene.perform(action)
             assert [asked.path for asked in engine.asked if asked.method == "POST"] == ["/pause_generation"]
@@ -94,13 +100,38 @@ def test_a_registration_is_not_sent_when_the_lease_ended_while_the_trainers_stat
                 router_url=router.url,
                 url="http://10.0.0.1:30000",
                 kind=WorkerKind(),
-                training_key="0/free",
+                training_key="0/0/free",
             )
             await scene.perform(action)
             assert not scene.leadership.leads
             assert router.asked == []
             assert not scene.operator.store.registering
         await scene.operator.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_registration_that_was_planned_before_an_update_is_not_sent_after_it() -> None:
+    """Neither when the watch is late, nor when it has brought the news while the plan was being performed."""
+
+    async def scenario() -> None:
+        for told in (False, True):
+            scene = Scene()
+            updated = rollout_server()
+            weights = {"phase": "Committed", "version": 1, "transaction": 1, "path": "/weights/m1"}
+            updated["status"] = {"training": {"weights": weights}}
+            fresh = scene.cluster.put("RolloutServer", updated)
+            if told:
+                scene.operator.store.upsert("RolloutServer", fresh)
+            async with StandIn.always(202, {}) as router:
+                url = "http://10.0.0.1:30000"
+                action = Register(
+                    router="r", router_url=router.url, url=url, kind=WorkerKind(), training_key="0/0/free"
+                )
+                with pytest.raises(Stop):
+                    await scene.perform(action)
+                assert router.asked == []
+            await scene.operator.stop()
 
     asyncio.run(scenario())
 
