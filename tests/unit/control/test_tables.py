@@ -176,7 +176,7 @@ def add(router: int, url: str = URL) -> Register:
         router_url=f"http://10.1.0.{router}:30000",
         url=url,
         kind=WorkerKind(),
-        training_key="",
+        training_key="0/0/free",
     )
 
 
