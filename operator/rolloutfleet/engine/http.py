@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import httpx
@@ -9,6 +10,21 @@ import httpx
 from rolloutfleet.engine.errors import EngineRefused, EngineTimeout, EngineUnreachable
 
 CONNECT_SECONDS = 5.0
+
+KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
+"""A generation may be silent for hours; a machine that has vanished is silent for ever, and is known after 45 s."""
+
+
+def generating_http(*, max_connections: int) -> httpx.AsyncClient:
+    """The connection pool of who waits for generations."""
+    limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=512)
+    transport = httpx.AsyncHTTPTransport(trust_env=False, limits=limits, socket_options=KEEPALIVE)
+    return httpx.AsyncClient(trust_env=False, transport=transport)
 
 
 class HttpPeer:

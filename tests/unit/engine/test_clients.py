@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from rolloutfleet.engine.errors import EngineError, EngineRefused, EngineTimeout, EngineUnreachable
+from rolloutfleet.engine.http import generating_http
 from rolloutfleet.engine.router import RouterClient, Worker
 from rolloutfleet.engine.sglang import EngineClient, Load, ModelInfo
 from unit.engine.stand_in import Answer, Asked, StandIn
@@ -30,6 +31,22 @@ def ask_router(stand_in: StandIn, question: Callable[[RouterClient], Awaitable[A
             return await question(RouterClient(stand_in.url, http=http))
 
     return asyncio.run(scenario())
+
+
+# A peer whose machine has vanished
+
+
+def test_the_kernel_asks_for_a_silent_peer_and_gives_up_within_a_minute() -> None:
+    async def scenario() -> list[int]:
+        async with StandIn.always(200, {}) as peer, generating_http(max_connections=1) as http:
+            response = await http.get(peer.url)
+            used = response.extensions["network_stream"].get_extra_info("socket")
+            assert used.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            return [used.getsockopt(socket.IPPROTO_TCP, option) for option in options]
+
+    idle, interval, count = asyncio.run(scenario())
+    assert idle + interval * count < 60
 
 
 # Errors
