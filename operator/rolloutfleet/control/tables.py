@@ -65,7 +65,6 @@ class Tables:
         self._adding: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         """By UID of the router's pod, as long as somebody adds to its table."""
         self._checks: dict[tuple[FleetKey, str], asyncio.Task[None]] = {}
-        """By fleet and the training state that was planned for."""
 
     def start(self, key: FleetKey, action: TableChange) -> None:
         """Returns at once. Whatever becomes of it, the table is looked at again."""
@@ -107,9 +106,9 @@ class Tables:
         self._prober.look_soon(entry.table)
 
     async def _register(self, key: FleetKey, action: Register) -> None:
-        await asyncio.shield(self._check(key, action.training_key))
         slots = self._adding.setdefault(action.router_uid, asyncio.Semaphore(ADDED_AT_ONCE))
         async with slots:
+            await asyncio.shield(self._check(key, action.training_key))
             worker_id = await self._router(action.router_url).add_worker(
                 action.url, worker_type=action.kind.type, bootstrap_port=action.kind.bootstrap_port
             )
@@ -119,13 +118,14 @@ class Tables:
             asyncio.get_running_loop().call_later(seconds, self._prober.look_soon, action.router_uid)
 
     def _check(self, key: FleetKey, planned: str) -> asyncio.Task[None]:
-        """One look at the trainer's state for all registrations of a plan, begun after the plan was made: the look for
-        a later plan is another one."""
+        """One look at the trainer's state for all registrations of a plan that are about to be sent: the look for a
+        later plan, or for those that still wait for others, is another one."""
 
         async def look() -> None:
             del self._checks[key, planned]
             await require_same_training(self._api, self._store, key, planned)
 
         if (key, planned) not in self._checks:
-            self._checks[key, planned] = asyncio.create_task(look(), name=f"trainer of {key.namespace}/{key.name}")
+            name = f"trainer of {key.namespace}/{key.name}"
+            self._checks[key, planned] = asyncio.create_task(look(), name=name)
         return self._checks[key, planned]
