@@ -16,7 +16,7 @@ import pytest
 
 from rolloutfleet.control.probes import Prober
 from rolloutfleet.control.store import FleetKey, FleetStore
-from rolloutfleet.control.tables import REGISTRATION_PATIENCE, RETRY_PAUSE_SECONDS, TableChange, Tables
+from rolloutfleet.control.tables import ADDED_AT_ONCE, REGISTRATION_PATIENCE, RETRY_PAUSE_SECONDS, TableChange, Tables
 from rolloutfleet.engine import router as router_client
 from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.engine.sglang import EncoderClient, EncoderTable, EngineClient
@@ -266,14 +266,14 @@ def test_an_addition_waits_for_the_removal_of_its_url() -> None:
     run(scenario)
 
 
-def test_one_look_at_the_trainer_serves_all_registrations_of_a_plan_and_none_of_the_next() -> None:
+def test_one_look_at_the_trainer_serves_all_registrations_that_are_sent_together_and_none_of_the_next() -> None:
     async def scenario(scene: Scene) -> None:
-        urls = [f"http://10.0.0.{number}:30000" for number in range(40)]
+        urls = [f"http://10.0.0.{number}:30000" for number in range(ADDED_AT_ONCE)]
         scene.start(*(add(router, url) for url in urls for router in range(2)))
-        await scene.until(lambda: all(len(router.table) == 40 for router in scene.routers))
+        await scene.until(lambda: all(len(router.table) == len(urls) for router in scene.routers))
         assert scene.api.reads == 1
         scene.start(add(0, "http://10.0.1.1:30000"))
-        await scene.until(lambda: len(scene.routers[0].table) == 41)
+        await scene.until(lambda: len(scene.routers[0].table) == len(urls) + 1)
         assert scene.api.reads == 2
 
     run(scenario)
