@@ -64,7 +64,7 @@ class Tables:
         self._left_out: set[_Entry] = set()
         self._adding: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         """By UID of the router's pod, as long as somebody adds to its table."""
-        self._checks: dict[FleetKey, asyncio.Task[None]] = {}
+        self._checks: dict[tuple[FleetKey, str], asyncio.Task[None]] = {}
 
     def start(self, key: FleetKey, action: TableChange) -> None:
         """Returns at once. Whatever becomes of it, the table is looked at again."""
@@ -106,9 +106,13 @@ class Tables:
         self._prober.look_soon(entry.table)
 
     async def _register(self, key: FleetKey, action: Register) -> None:
-        await asyncio.shield(self._check(key))
+        await asyncio.shield(self._check(key, action.training_key))
+        checked = self._store.server(key)
         slots = self._adding.setdefault(action.router_uid, asyncio.Semaphore(ADDED_AT_ONCE))
         async with slots:
+            latest = self._store.server(key)  # another one, perhaps, after a wait for the slot
+            if latest is not checked and (latest is None or self._store.training_key(key) != action.training_key):
+                raise Stop
             worker_id = await self._router(action.router_url).add_worker(
                 action.url, worker_type=action.kind.type, bootstrap_port=action.kind.bootstrap_port
             )
@@ -117,14 +121,14 @@ class Tables:
         for seconds in LISTED_AFTER_SECONDS:
             asyncio.get_running_loop().call_later(seconds, self._prober.look_soon, action.router_uid)
 
-    def _check(self, key: FleetKey) -> asyncio.Task[None]:
+    def _check(self, key: FleetKey, planned: str) -> asyncio.Task[None]:
         """One look at the trainer's state for all registrations of a plan, begun after the plan was made: the look for
         a later plan is another one."""
 
         async def look() -> None:
-            del self._checks[key]
-            await require_same_training(self._api, self._store, key, action.training_key)
+            del self._checks[key, planned]
+            await require_same_training(self._api, self._store, key, planned)
 
-        if key not in self._checks:
-            self._checks[key] = asyncio.create_task(look(), name=f"trainer of {key.namespace}/{key.name}")
-        return self._checks[key]
+        if (key, planned) not in self._checks:
+            self._checks[key, planned] = asyncio.create_task(look(), name=f"trainer of {key.namespace}/{key.name}")
+        return self._checks[key, planned]

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from rolloutfleet.control.freshness import NotLeading, Stop
+from rolloutfleet.control.freshness import NotLeading
 from rolloutfleet.control.leadership import Leadership
 from rolloutfleet.control.operator import Operator
 from rolloutfleet.control.probes import Prober
@@ -126,11 +126,16 @@ def test_a_registration_that_was_planned_before_an_update_is_not_sent_after_it()
             async with StandIn.always(202, {}) as router:
                 url = "http://10.0.0.1:30000"
                 action = Register(
-                    router="r", router_url=router.url, url=url, kind=WorkerKind(), training_key="0/0/free"
+                    router="r",
+                    router_uid="r",
+                    router_url=router.url,
+                    url=url,
+                    kind=WorkerKind(),
+                    training_key="0/0/free",
                 )
-                with pytest.raises(Stop):
-                    await scene.perform(action)
+                await scene.perform(action)
                 assert router.asked == []
+                assert scene.term.queue.depth() == 1, "planned again"
             await scene.operator.stop()
 
     asyncio.run(scenario())

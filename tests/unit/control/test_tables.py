@@ -16,7 +16,7 @@ import pytest
 
 from rolloutfleet.control.probes import Prober
 from rolloutfleet.control.store import FleetKey, FleetStore
-from rolloutfleet.control.tables import REGISTRATION_PATIENCE, RETRY_PAUSE_SECONDS, TableChange, Tables
+from rolloutfleet.control.tables import ADDED_AT_ONCE, REGISTRATION_PATIENCE, RETRY_PAUSE_SECONDS, TableChange, Tables
 from rolloutfleet.engine import router as router_client
 from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.engine.sglang import EncoderClient, EncoderTable, EngineClient
@@ -176,7 +176,7 @@ def add(router: int, url: str = URL) -> Register:
         router_url=f"http://10.1.0.{router}:30000",
         url=url,
         kind=WorkerKind(),
-        training_key="",
+        training_key="0/0/free",
     )
 
 
@@ -287,6 +287,23 @@ def test_nothing_is_registered_when_the_trainer_has_begun_something_since() -> N
         await scene.until(lambda: len(scene.again) >= 2)
         assert not [router.asked("POST") for router in scene.routers if router.asked("POST")]
         assert not scene.store.registering
+
+    run(scenario)
+
+
+def test_registrations_that_wait_for_a_slow_router_are_dropped_when_the_trainer_begins_meanwhile() -> None:
+    async def scenario(scene: Scene) -> None:
+        router = scene.routers[0]
+        router.hangs.clear()
+        scene.start(*(add(0, f"http://10.0.0.{number}:30000") for number in range(ADDED_AT_ONCE + 4)))
+        await scene.until(lambda: len(router.asked("POST")) == ADDED_AT_ONCE)
+        updating = {"training": {"weights": {"phase": "Committed", "version": 1, "transaction": 1, "path": "/w/1"}}}
+        server = {**scene.api.server, "status": updating}
+        server["metadata"] = {**server["metadata"], "resourceVersion": "2"}
+        scene.store.upsert("RolloutServer", server)
+        router.hangs.set()
+        await scene.until(lambda: scene.again.count(KEY) >= 4)
+        assert len(router.asked("POST")) == ADDED_AT_ONCE
 
     run(scenario)
 
