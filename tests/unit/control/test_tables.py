@@ -291,6 +291,23 @@ def test_nothing_is_registered_when_the_trainer_has_begun_something_since() -> N
     run(scenario)
 
 
+def test_registrations_that_wait_for_a_slow_router_are_dropped_when_the_trainer_begins_meanwhile() -> None:
+    async def scenario(scene: Scene) -> None:
+        router = scene.routers[0]
+        router.hangs.clear()
+        scene.start(*(add(0, f"http://10.0.0.{number}:30000") for number in range(ADDED_AT_ONCE + 4)))
+        await scene.until(lambda: len(router.asked("POST")) == ADDED_AT_ONCE)
+        updating = {"training": {"weights": {"phase": "Committed", "version": 1, "transaction": 1, "path": "/w/1"}}}
+        server = {**scene.api.server, "status": updating}
+        server["metadata"] = {**server["metadata"], "resourceVersion": "2"}
+        scene.store.upsert("RolloutServer", server)
+        router.hangs.set()
+        await scene.until(lambda: scene.again.count(KEY) >= 4)
+        assert len(router.asked("POST")) == ADDED_AT_ONCE
+
+    run(scenario)
+
+
 def test_a_registration_is_waited_for_while_the_router_works_on_it_and_forgotten_when_it_is_listed() -> None:
     async def scenario(scene: Scene) -> None:
         router = scene.routers[0]
