@@ -8,7 +8,9 @@ CLUSTER := tests/cluster/cluster
 export PYTHONPATH := operator:tests
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help quickstart down test lint unit e2e generate format tools dev images up status
+ARGS ?=
+
+.PHONY: help quickstart down test bench-scale lint unit e2e generate format tools dev images up status
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
@@ -23,7 +25,7 @@ test: tools dev ## all tests: lint, types, layers, unit, end to end on a real cl
 
 lint: dev ## ruff, mypy --strict, import-linter
 	@$(DEV)/bin/ruff check operator tests docs && $(DEV)/bin/ruff format --check operator tests docs
-	@$(DEV)/bin/mypy operator tests/unit tests/e2e
+	@$(DEV)/bin/mypy operator tests/unit tests/e2e tests/bench
 	@$(DEV)/bin/lint-imports
 
 unit: dev ## unit and property tests, no cluster
@@ -31,6 +33,9 @@ unit: dev ## unit and property tests, no cluster
 
 e2e: tools dev ## end-to-end tests; uses KUBECONFIG if set, else the local cluster
 	@bash tests/run.sh e2e
+
+bench-scale: tools dev ## measure the operator with 100 and 1000 fleets of stand-ins; ARGS="--only paced_100"
+	@bash tests/bench/scale/run.sh $(ARGS)
 
 generate: dev ## crds/ and the API reference from the models
 	@$(PYTHON) -m rolloutfleet.api.crdgen crds && $(PYTHON) -m rolloutfleet.api.refgen docs/reference/api.md

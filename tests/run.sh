@@ -9,7 +9,7 @@ if [ "$what" = all ]; then
   say "lint, types, layers"
   "$dev/bin/ruff" check -q operator tests docs
   "$dev/bin/ruff" format -q --check operator tests docs
-  "$dev/bin/mypy" operator tests/unit tests/e2e
+  "$dev/bin/mypy" operator tests/unit tests/e2e tests/bench
   "$dev/bin/lint-imports" >/dev/null || "$dev/bin/lint-imports"
   say "unit and property tests"
   "$dev/bin/python" -m pytest tests/unit
