@@ -16,6 +16,7 @@ from rolloutfleet.control.webhook import WebhookSettings, serve
 from rolloutfleet.kube.client import KubeApi
 from rolloutfleet.kube.config import load_credentials
 from rolloutfleet.plan.objects import Defaults
+from rolloutfleet.transport import AiohttpTransport
 
 LIVENESS = "http://0.0.0.0:8080/healthz"
 
@@ -23,8 +24,9 @@ LIVENESS = "http://0.0.0.0:8080/healthz"
 async def run() -> None:
     namespace = os.environ.get("ROLLOUTFLEET_NAMESPACE") or None
     webhook = webhook_settings()
+    credentials = load_credentials()
     operator = Operator(
-        api=KubeApi(load_credentials()),
+        api=KubeApi(credentials, transport=AiohttpTransport(max_connections=64, keep_seconds=60, tls=credentials.tls)),
         defaults=Defaults(
             router_image=required("ROLLOUTFLEET_ROUTER_IMAGE"),
             placeholder_image=required("ROLLOUTFLEET_PLACEHOLDER_IMAGE"),

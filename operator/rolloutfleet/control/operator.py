@@ -31,6 +31,7 @@ from rolloutfleet.engine.sglang import EncoderClient, EncoderTable, EngineClient
 from rolloutfleet.kube import client as kube
 from rolloutfleet.kube.queue import WorkQueue
 from rolloutfleet.plan.objects import Defaults
+from rolloutfleet.transport import AiohttpTransport
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +78,8 @@ class Operator:
         self._api = api
         self._namespace = namespace
         self._services = services
-        self._http = httpx.AsyncClient(
-            trust_env=False, limits=httpx.Limits(max_connections=256, max_keepalive_connections=128)
-        )
+        # SGLang closes a connection that was idle for 5 s.
+        self._http = httpx.AsyncClient(trust_env=False, transport=AiohttpTransport(max_connections=256, keep_seconds=4))
         self.store = FleetStore(clock=now)
         self.queue: WorkQueue[FleetKey] = WorkQueue()
         prober = Prober(

@@ -68,13 +68,20 @@ class WatchEvent:
 
 
 class KubeApi:
-    """Raises ApiError and its kinds (kube/errors.py)."""
+    """Raises ApiError and its kinds (kube/errors.py). `transport`: another one than httpx's own."""
 
-    def __init__(self, credentials: Credentials, *, max_connections: int = 64) -> None:
+    def __init__(
+        self,
+        credentials: Credentials,
+        *,
+        max_connections: int = 64,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
         self.credentials = credentials
         self._http = httpx.AsyncClient(
             base_url=credentials.server,
             verify=credentials.tls,
+            transport=transport,
             trust_env=False,
             timeout=httpx.Timeout(REQUEST_SECONDS, connect=10.0),
             limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
