@@ -35,8 +35,10 @@ from rolloutfleet.plan.observed import (
     LeaseView,
     Worker,
     canonical_url,
+    containers_ready,
     engine_pod,
     external_uid,
+    is_external,
     pod_group,
     pod_url,
     router_pod,
@@ -85,6 +87,10 @@ class FleetStore:
         self.applied_versions: dict[FleetKey, dict[str, str]] = {}
         self.gang_apis: frozenset[str] = frozenset()
         """apiVersions of the PodGroups that the cluster knows."""
+        self.targets: dict[str, Target] = {}
+        """Whom to ask how it is, by UID: running engines (rank 0), routers, and external engines."""
+        self.target_changed: Callable[[str], None] = lambda _: None
+        """Told the UID of a target that is new or has moved, or of which the kubelet's readiness probes have news."""
 
     # What watches and lists bring
 
@@ -110,6 +116,10 @@ class FleetStore:
         objects[name] = _trimmed(body)
         if kind == "Lease":
             return self._renewed(key, held, body)
+        if kind == "Pod":
+            self._aim_at_pod(key, body, held if same else None)
+        elif kind == "RolloutServer" and (_external_urls(held) or _external_urls(body)):
+            self._aim_at_external()
         return key
 
     def remove(self, kind: str, body: Mapping[str, Any]) -> FleetKey | None:
@@ -142,6 +152,7 @@ class FleetStore:
         del self._fleets[key].objects[kind][held["metadata"]["name"]]
         uid = held["metadata"].get("uid", "")
         if kind == "Pod":
+            self.targets.pop(uid, None)
             self.probes.pop(uid, None)
             self.tables.pop(uid, None)
             self.registering.pop(uid, None)
@@ -151,6 +162,46 @@ class FleetStore:
             self._lease_renewals.pop(key, None)
             self.create_failures.pop(key, None)
             self.applied_versions.pop(key, None)
+        if kind == "RolloutServer" and _external_urls(held):
+            self._aim_at_external()
+
+    def _aim_at_pod(self, key: FleetKey, pod: Mapping[str, Any], before: Mapping[str, Any] | None) -> None:
+        uid, component = pod["metadata"]["uid"], component_of(pod)
+        port = {COMPONENT_ENGINE: ENGINE_PORT, COMPONENT_ROUTER: ROUTER_PORT}.get(component)
+        if port is None or not _answers(pod):
+            self.targets.pop(uid, None)
+            return
+        target = Target(
+            uid=uid,
+            url=pod_url(pod["status"]["podIP"], port),
+            fleets=(key,),
+            router=component == COMPONENT_ROUTER,
+            encoder=_label(pod, LABEL_ROLE) == "Encoder",
+            language_only=_label(pod, LABEL_LANGUAGE_ONLY) == "true",
+        )
+        known = self.targets.get(uid)
+        self.targets[uid] = target
+        if known != target or containers_ready(pod["status"]) != containers_ready((before or {}).get("status") or {}):
+            self.target_changed(uid)
+
+    def _aim_at_external(self) -> None:
+        """One engine may serve several fleets."""
+        fleets: dict[str, list[FleetKey]] = {}
+        for key in self._fleets:
+            for url in _external_urls(self.server(key)):
+                fleets.setdefault(url, []).append(key)
+        wanted = {
+            external_uid(url): Target(uid=external_uid(url), url=url, fleets=tuple(keys), external=True)
+            for url, keys in fleets.items()
+        }
+        for uid in [uid for uid in self.targets if is_external(uid) and uid not in wanted]:
+            del self.targets[uid]
+            self.probes.pop(uid, None)
+        for uid, target in wanted.items():
+            known = self.targets.get(uid)
+            self.targets[uid] = target
+            if known != target:
+                self.target_changed(uid)
 
     def _renewed(self, key: FleetKey, held: Mapping[str, Any] | None, body: Mapping[str, Any]) -> FleetKey | None:
         """Renewals come every few seconds and change nothing; a new holder does. Expiry runs by our own clock."""
@@ -172,37 +223,6 @@ class FleetStore:
 
     def object(self, key: FleetKey, kind: str, name: str) -> dict[str, Any] | None:
         return self._objects(key, kind).get(name)
-
-    def pods(self, component: str) -> list[tuple[FleetKey, dict[str, Any]]]:
-        return [
-            (key, pod)
-            for key in self._fleets
-            for pod in self._objects(key, "Pod").values()
-            if component_of(pod) == component
-        ]
-
-    def targets(self) -> list[Target]:
-        """Whom to ask how it is: running engines (rank 0), routers, and external engines."""
-        found = [
-            Target(
-                uid=pod["metadata"]["uid"],
-                url=pod_url(pod["status"]["podIP"], port),
-                fleets=(key,),
-                router=component == COMPONENT_ROUTER,
-                encoder=_label(pod, LABEL_ROLE) == "Encoder",
-                language_only=_label(pod, LABEL_LANGUAGE_ONLY) == "true",
-            )
-            for component, port in ((COMPONENT_ENGINE, ENGINE_PORT), (COMPONENT_ROUTER, ROUTER_PORT))
-            for key, pod in self.pods(component)
-            if _answers(pod)
-        ]
-        external: dict[str, list[FleetKey]] = {}
-        for key in self._fleets:
-            for url in _external_urls(self.server(key)):
-                external.setdefault(url, []).append(key)
-        return found + [
-            Target(uid=external_uid(url), url=url, fleets=tuple(keys), external=True) for url, keys in external.items()
-        ]
 
     def fleet(self, key: FleetKey) -> Fleet | None:
         """The fleet as seen now; None if there is no RolloutServer of that name. Raises ValidationError."""

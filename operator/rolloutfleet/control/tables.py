@@ -85,5 +85,5 @@ class Tables:
         self._prober.look_soon(action.pod_uid)
 
     def _router_uid(self, key: FleetKey, name: str) -> str:
-        pods = self._store.pods("router")
-        return next((p["metadata"]["uid"] for k, p in pods if k == key and p["metadata"]["name"] == name), "")
+        pod = self._store.object(key, "Pod", name)
+        return str(pod["metadata"]["uid"]) if pod is not None else ""
