@@ -26,7 +26,7 @@ async def run() -> None:
     webhook = webhook_settings()
     credentials = load_credentials()
     operator = Operator(
-        api=KubeApi(credentials, transport=AiohttpTransport(max_connections=64, keep_seconds=60, tls=credentials.tls)),
+        api=KubeApi(credentials, transport=AiohttpTransport(max_connections=32, keep_seconds=60, tls=credentials.tls)),
         defaults=Defaults(
             router_image=required("ROLLOUTFLEET_ROUTER_IMAGE"),
             placeholder_image=required("ROLLOUTFLEET_PLACEHOLDER_IMAGE"),

@@ -1,7 +1,7 @@
 """The operator process: wires watches, lists, probes, queue and executor together, with kopf as the process shell.
 
-kopf delivers watch events, answers liveness and handles signals. It reconciles nothing and writes nothing: its
-handlers only feed the store and enqueue the fleet's key.
+kopf delivers watch events (but those of pods: watches.py), answers liveness and handles signals. It reconciles nothing
+and writes nothing: its handlers only feed the store and enqueue the fleet's key.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -26,6 +26,7 @@ from rolloutfleet.control.reconcile import Reconciler
 from rolloutfleet.control.store import FleetKey, FleetStore, component_of
 from rolloutfleet.control.tables import Tables
 from rolloutfleet.control.trainers import TrainerPods
+from rolloutfleet.control.watches import Watch
 from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.engine.sglang import EncoderClient, EncoderTable, EngineClient
 from rolloutfleet.kube import client as kube
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 WORKERS = 8
 RESYNC_SECONDS = 60.0
+BURST_SECONDS = 0.01
 STALE_SECONDS = 5 * RESYNC_SECONDS
 """Liveness fails when no full list has succeeded, or a fleet has waited, for this long."""
 OURS = f"{LABEL_MANAGED_BY}={MANAGED_BY}"
@@ -48,10 +50,10 @@ class Watched:
     selector: str | None
 
 
+PODS = Watched(kube.POD, LABEL_COMPONENT)
 WATCHED = (
     Watched(kube.ROLLOUT_SERVER, None),
     Watched(kube.SERVER_GROUP, OURS),
-    Watched(kube.POD, LABEL_COMPONENT),
     Watched(kube.DEPLOYMENT, OURS),
     Watched(kube.SERVICE, OURS),
     Watched(kube.ROLE, OURS),
@@ -84,16 +86,14 @@ class Operator:
         self.queue: WorkQueue[FleetKey] = WorkQueue()
         prober = Prober(
             store=self.store,
-            enqueue=self.queue.add,
+            enqueue=self._soon,
             engine=self._engine,
             router=self._router,
             encoder=lambda url: EncoderClient(url, http=self._http),
             encoder_table=self._encoder_table,
             monotonic=time.monotonic,
         )
-        self._engines = EngineWork(
-            api=api, store=self.store, prober=prober, engine=self._engine, enqueue=self.queue.add
-        )
+        self._engines = EngineWork(api=api, store=self.store, prober=prober, engine=self._engine, enqueue=self._soon)
         self._executor = Executor(
             objects=ObjectWriter(
                 api=api,
@@ -117,6 +117,14 @@ class Operator:
             store=self.store, executor=self._executor, queue=self.queue, defaults=defaults, clock=now
         )
         self._prober = prober
+        self._pods = Watch(
+            api=api,
+            resource=PODS.resource,
+            namespace=namespace,
+            selector=PODS.selector,
+            listed=self._pods_listed,
+            saw=lambda kind_of_event, body: self.saw(PODS.resource.kind, kind_of_event, body),
+        )
         self._trainers = TrainerPods(api=api, store=self.store)
         self._tasks: list[asyncio.Task[None]] = []
         self._listed_at = time.monotonic()
@@ -132,7 +140,9 @@ class Operator:
 
     async def start(self) -> None:
         await self._resync()
+        await self._pods.list()
         self._tasks = [
+            asyncio.create_task(self._pods.run(), name="watch of pods"),
             asyncio.create_task(self._prober.run(), name="prober"),
             asyncio.create_task(self.queue.run(workers=WORKERS, reconcile=self._reconciler), name="queue"),
             asyncio.create_task(self._resync_for_ever(), name="resync"),
@@ -155,9 +165,17 @@ class Operator:
         for task in self._tasks:
             if task.done():
                 raise RuntimeError(f"task {task.get_name()} has ended")
-        if max(listed, waiting) > STALE_SECONDS:
-            raise RuntimeError(f"no full list for {listed:.0f} s, oldest fleet waits {waiting:.0f} s")
-        return {"seconds_since_list": round(listed, 1), "oldest_wait_seconds": round(waiting, 1)}
+        silent = self._pods.silent_seconds()
+        if max(listed, waiting, silent) > STALE_SECONDS:
+            raise RuntimeError(
+                f"no full list for {listed:.0f} s, no word of pods for {silent:.0f} s, "
+                f"oldest fleet waits {waiting:.0f} s"
+            )
+        return {
+            "seconds_since_list": round(listed, 1),
+            "seconds_since_pod_event": round(silent, 1),
+            "oldest_wait_seconds": round(waiting, 1),
+        }
 
     def saw(self, kind: str, kind_of_event: str | None, body: dict[str, Any]) -> None:
         """A watch event, or an object of kopf's first list (`kind_of_event` None)."""
@@ -165,15 +183,31 @@ class Operator:
             self._trainers.saw(body, deleted=kind_of_event == "DELETED")
             return
         key = self.store.remove(kind, body) if kind_of_event == "DELETED" else self.store.upsert(kind, body)
-        if key is not None:
+        if key is None:
+            return
+        if kind == "Pod" and kind_of_event != "DELETED" and not ends(body):
+            self._soon(key)
+        else:
             self.queue.add(key)
 
+    def _soon(self, key: FleetKey) -> None:
+        """For what comes in bursts: the pods of a fleet start together, and their engines answer together."""
+        self.queue.add_after(key, BURST_SECONDS)
+
+    def _replaced(self, kind: str, items: Iterable[kube.Object]) -> None:
+        """A full list of a kind."""
+        for key in self.store.replace(kind, items):
+            self.queue.add(key)
+
+    def _pods_listed(self, pods: list[kube.Object]) -> None:
+        self._trainers.listed([pod for pod in pods if component_of(pod) == COMPONENT_TRAINER])
+        self._replaced(PODS.resource.kind, [pod for pod in pods if component_of(pod) != COMPONENT_TRAINER])
+
     async def _resync(self) -> None:
-        """Lists replace what is held: the only way to learn of a deletion that no watch told."""
+        """Lists replace what is held: the only way to learn of a deletion that kopf's watch did not tell."""
         for watched in WATCHED:
             listed = await self._api.list(watched.resource, namespace=self._namespace, label_selector=watched.selector)
-            for key in self.store.replace(watched.resource.kind, listed.items):
-                self.queue.add(key)
+            self._replaced(watched.resource.kind, listed.items)
         self._listed_at = time.monotonic()
         await self._look_for_gangs()
 
@@ -206,6 +240,11 @@ class Operator:
                 logger.warning("full list failed: %s", error)
             for key in self.store.fleet_keys():
                 self.queue.add(key)
+
+
+def ends(pod: Mapping[str, Any]) -> bool:
+    """It goes, or has ended: its replacement waits for nothing."""
+    return "deletionTimestamp" in pod["metadata"] or (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
 
 
 async def _service(service: Callable[[kube.KubeApi], Awaitable[None]], api: kube.KubeApi) -> None:

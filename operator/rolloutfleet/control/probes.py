@@ -178,7 +178,7 @@ class Prober:
 
     async def _load(self, uid: str, engine: EngineClient, known: int) -> int:
         now = self._monotonic()
-        if now - self._load_read.get(uid, float("-inf")) < LOAD_SECONDS:
+        if now - self._load_read.setdefault(uid, now) < LOAD_SECONDS:  # one that just came up has none
             return known
         self._load_read[uid] = now
         try:

@@ -224,6 +224,14 @@ class FleetStore:
     def object(self, key: FleetKey, kind: str, name: str) -> dict[str, Any] | None:
         return self._objects(key, kind).get(name)
 
+    def statuses(self, key: FleetKey) -> dict[tuple[str, str], Mapping[str, Any]]:
+        """What the statuses of a fleet say, by kind and name."""
+        return {
+            (kind, name): body.get("status") or {}
+            for kind in ("RolloutServer", "ServerGroup")
+            for name, body in self._objects(key, kind).items()
+        }
+
     def fleet(self, key: FleetKey) -> Fleet | None:
         """The fleet as seen now; None if there is no RolloutServer of that name. Raises ValidationError."""
         body = self.server(key)

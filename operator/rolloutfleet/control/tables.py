@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
@@ -41,9 +42,10 @@ class Tables:
         self._encoder_table = encoder_table
         self._enqueue_after = enqueue_after
         self._clock = clock
+        self._looks: dict[FleetKey, asyncio.Future[None]] = {}
 
     async def register(self, key: FleetKey, action: Register) -> None:
-        await require_same_training(self._api, self._store, key)
+        await self._require_same_training(key)
         try:
             await self._router(action.router_url).add_worker(
                 action.url, worker_type=action.kind.type, bootstrap_port=action.kind.bootstrap_port
@@ -56,6 +58,15 @@ class Tables:
         until = self._clock() + timedelta(seconds=REGISTRATION_SECONDS)
         self._store.registering.setdefault(uid, {})[action.url] = until
         self._prober.look_soon(uid)
+
+    async def _require_same_training(self, key: FleetKey) -> None:
+        """One look for all registrations that begin while it is under way: each is made after it."""
+        look = self._looks.get(key)
+        if look is None:
+            look = asyncio.ensure_future(require_same_training(self._api, self._store, key))
+            self._looks[key] = look
+            look.add_done_callback(lambda _: self._looks.pop(key, None))
+        await asyncio.shield(look)
 
     async def deregister(self, key: FleetKey, action: Deregister) -> None:
         client = self._router(action.router_url)

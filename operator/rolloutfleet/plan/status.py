@@ -26,6 +26,8 @@ from rolloutfleet.plan.observed import Fleet
 from rolloutfleet.plan.training import Training
 
 SERVING = "Serving"
+NAMED = 8
+"""Engines that one event names."""
 WAITING_REASONS = frozenset(
     {
         "PodNotCreated",
@@ -278,6 +280,7 @@ def group_events(group: ServerGroup, status: ServerGroupStatus) -> list[Action]:
     """Events on transitions: what status says now and did not say before."""
     before = {record.index: record for record in group.status.engines}
     events: list[Action] = []
+    serving: list[str] = []
 
     def emit(warning: bool, reason: str, message: str) -> None:
         events.append(
@@ -295,7 +298,12 @@ def group_events(group: ServerGroup, status: ServerGroupStatus) -> list[Action]:
         if record.phase is EnginePhase.SERVING and (
             old is None or old.phase not in (EnginePhase.SERVING, EnginePhase.HELD)
         ):
-            emit(False, "EngineServing", f"engine {name} serves weight version {record.weight_version}")
+            serving.append(name)
+    if len(serving) > NAMED:
+        serving[NAMED:] = [f"{len(serving) - NAMED} more"]
+    if serving:
+        who = f"engine {serving[0]} serves" if len(serving) == 1 else f"engines {', '.join(serving)} serve"
+        emit(False, "EngineServing", f"{who} weight version {status.weight_version}")
     return events
 
 

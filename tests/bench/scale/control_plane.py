@@ -29,7 +29,7 @@ NAMESPACE = "bench"
 OPERATOR_NAMESPACE = "rolloutfleet-system"
 OPERATOR_ACCOUNT = "rolloutfleet-operator"
 OPERATOR_USER = f"system:serviceaccount:{OPERATOR_NAMESPACE}:{OPERATOR_ACCOUNT}"
-AUDIT_LOG = STATE / "audit.log"
+AUDIT_LOG = STATE / "logs/audit.log"
 NODES = 5
 START_SECONDS = 120.0
 
