@@ -6,7 +6,6 @@ import asyncio
 import logging
 import signal
 
-import httpx
 from aiohttp import web
 
 from rolloutfleet.agent.leadership import Leadership
@@ -16,6 +15,7 @@ from rolloutfleet.agent.sampling import Sampler
 from rolloutfleet.agent.server import Role, application
 from rolloutfleet.agent.settings import Settings, load_settings
 from rolloutfleet.agent.updates import Updater
+from rolloutfleet.engine.http import open_http
 from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.engine.sglang import EngineClient
 from rolloutfleet.kube.client import ApiError, KubeApi
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 async def run(settings: Settings) -> None:
     api = KubeApi(load_credentials(), max_connections=16)
-    http = httpx.AsyncClient(trust_env=False, limits=httpx.Limits(max_connections=4096, max_keepalive_connections=512))
+    http = open_http(max_connections=4096)
 
     def engine(url: str) -> EngineClient:
         return EngineClient(url, http=http)
@@ -75,7 +75,7 @@ async def run(settings: Settings) -> None:
         except ApiError as error:
             logger.warning("lease of %s not released: %s", role.fleet.name, error)
     await runner.cleanup()
-    await http.aclose()
+    await http.close()
     await api.close()
     for task in done - {waiting}:
         task.result()  # a loop that ended by an error: exit with it, and be restarted

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-import httpx
+import aiohttp
 import kopf
 
 from rolloutfleet.api.names import COMPONENT_TRAINER, LABEL_COMPONENT, LABEL_MANAGED_BY, MANAGED_BY
@@ -27,12 +27,12 @@ from rolloutfleet.control.store import FleetKey, FleetStore, component_of
 from rolloutfleet.control.tables import Tables
 from rolloutfleet.control.trainers import TrainerPods
 from rolloutfleet.control.watches import Watch
+from rolloutfleet.engine.http import open_http
 from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.engine.sglang import EncoderClient, EncoderTable, EngineClient
 from rolloutfleet.kube import client as kube
 from rolloutfleet.kube.queue import WorkQueue
 from rolloutfleet.plan.objects import Defaults
-from rolloutfleet.transport import AiohttpTransport
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +80,8 @@ class Operator:
         self._api = api
         self._namespace = namespace
         self._services = services
-        # SGLang closes a connection that was idle for 5 s.
-        self._http = httpx.AsyncClient(trust_env=False, transport=AiohttpTransport(max_connections=256, keep_seconds=4))
+        self._session: aiohttp.ClientSession | None = None
+        """Made by the first call: it wants a running loop."""
         self.store = FleetStore(clock=now)
         self.queue: WorkQueue[FleetKey] = WorkQueue()
         prober = Prober(
@@ -89,7 +89,7 @@ class Operator:
             enqueue=self._soon,
             engine=self._engine,
             router=self._router,
-            encoder=lambda url: EncoderClient(url, http=self._http),
+            encoder=lambda url: EncoderClient(url, http=self._http()),
             encoder_table=self._encoder_table,
             monotonic=time.monotonic,
         )
@@ -129,14 +129,19 @@ class Operator:
         self._tasks: list[asyncio.Task[None]] = []
         self._listed_at = time.monotonic()
 
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = open_http(max_connections=256)
+        return self._session
+
     def _engine(self, url: str) -> EngineClient:
-        return EngineClient(url, http=self._http)
+        return EngineClient(url, http=self._http())
 
     def _router(self, url: str) -> RouterClient:
-        return RouterClient(url, http=self._http)
+        return RouterClient(url, http=self._http())
 
     def _encoder_table(self, url: str) -> EncoderTable:
-        return EncoderTable(url, http=self._http)
+        return EncoderTable(url, http=self._http())
 
     async def start(self) -> None:
         await self._resync()
@@ -155,7 +160,8 @@ class Operator:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._engines.close()
-        await self._http.aclose()
+        if self._session is not None:
+            await self._session.close()
         await self._api.close()
 
     def healthy(self) -> dict[str, float]:

@@ -7,10 +7,10 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import httpx
 import pytest
 
 from rolloutfleet.engine.errors import EngineError, EngineRefused, EngineTimeout, EngineUnreachable
+from rolloutfleet.engine.http import open_http
 from rolloutfleet.engine.router import RouterClient, Worker
 from rolloutfleet.engine.sglang import EngineClient, Load, ModelInfo
 from unit.engine.stand_in import Answer, Asked, StandIn
@@ -18,7 +18,7 @@ from unit.engine.stand_in import Answer, Asked, StandIn
 
 def ask_engine(stand_in: StandIn, question: Callable[[EngineClient], Awaitable[Any]]) -> Any:
     async def scenario() -> Any:
-        async with stand_in, httpx.AsyncClient(trust_env=False) as http:
+        async with stand_in, open_http(max_connections=10) as http:
             return await question(EngineClient(stand_in.url, http=http))
 
     return asyncio.run(scenario())
@@ -26,7 +26,7 @@ def ask_engine(stand_in: StandIn, question: Callable[[EngineClient], Awaitable[A
 
 def ask_router(stand_in: StandIn, question: Callable[[RouterClient], Awaitable[Any]]) -> Any:
     async def scenario() -> Any:
-        async with stand_in, httpx.AsyncClient(trust_env=False) as http:
+        async with stand_in, open_http(max_connections=10) as http:
             return await question(RouterClient(stand_in.url, http=http))
 
     return asyncio.run(scenario())
@@ -67,8 +67,8 @@ def test_a_refused_connection_is_unreachable() -> None:
         with socket.socket() as bound:  # bound and not listening: nobody else gets the port, and nobody answers
             bound.bind(("127.0.0.1", 0))
             url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-            async with httpx.AsyncClient(trust_env=False) as http:
-                with pytest.raises(EngineUnreachable, match=r"GET http://127\.0\.0\.1:\d+/ping: ConnectError"):
+            async with open_http(max_connections=10) as http:
+                with pytest.raises(EngineUnreachable, match=r"GET http://127\.0\.0\.1:\d+/ping: ClientConnectorError"):
                     await EngineClient(url, http=http).ping()
 
     asyncio.run(scenario())
@@ -77,7 +77,7 @@ def test_a_refused_connection_is_unreachable() -> None:
 @pytest.mark.parametrize("url", ["http://[::1", "http://host:port", "unix:/engine"])
 def test_an_address_that_is_none_is_unreachable(url: str) -> None:
     async def scenario() -> None:
-        async with httpx.AsyncClient(trust_env=False) as http:
+        async with open_http(max_connections=10) as http:
             with pytest.raises(EngineUnreachable, match="POST"):
                 await EngineClient(url, http=http).continue_generation()
 
@@ -92,8 +92,8 @@ def test_a_connection_that_breaks_before_the_answer_is_unreachable_and_no_time_o
     async def scenario() -> None:
         async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            async with httpx.AsyncClient(trust_env=False) as http:
-                with pytest.raises(EngineUnreachable, match="RemoteProtocolError"):
+            async with open_http(max_connections=10) as http:
+                with pytest.raises(EngineUnreachable, match="ServerDisconnectedError"):
                     await EngineClient(url, http=http).pause("retract")
 
     asyncio.run(scenario())
