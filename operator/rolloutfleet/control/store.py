@@ -113,7 +113,7 @@ class FleetStore:
         same = held is not None and held["metadata"].get("uid") == body["metadata"].get("uid")
         if same and held is not None and _version(held) >= _version(body):
             return None  # our own write was answered before the watch told about it
-        objects[name] = _trimmed(body)
+        objects[name] = _trimmed(kind, body)
         if kind == "Lease":
             return self._renewed(key, held, body)
         if kind == "Pod":
@@ -329,8 +329,11 @@ def _version(body: Mapping[str, Any]) -> int:
     return int(body["metadata"].get("resourceVersion") or 0)
 
 
-def _trimmed(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Without managedFields, which are often half of an object and decide nothing here."""
+def _trimmed(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Without managedFields, which are often half of an object, and without what a pod was made from: neither decides
+    anything here, and there are thousands of pods."""
     kept = dict(body)
     kept["metadata"] = {name: value for name, value in body["metadata"].items() if name != "managedFields"}
+    if kind == "Pod":
+        kept["spec"] = {"nodeName": (body.get("spec") or {}).get("nodeName")}
     return kept

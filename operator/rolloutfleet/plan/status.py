@@ -160,7 +160,8 @@ def _ready(
             return _condition("Ready", "False", "RouterNotReady", "no router replica has a complete worker table yet")
     if desired == 0:
         return _condition("Ready", "False", "ScaledToZero", "every group has 0 replicas")
-    missing = next(((name, view) for name, view in engines if view is worst([v for _, v in engines])), None)
+    sickest = worst(view for _, view in engines)
+    missing = next(((name, view) for name, view in engines if view is sickest), None)
     if serving >= desired:
         return _condition("Ready", "True", SERVING, f"{serving}/{desired} engines routable")
     if silent:
