@@ -1,4 +1,4 @@
-# The real SGLang with torch (7 GB) as an environment that pods mount, and two tiny random models.
+# The real SGLang with torch (7 GB) as an environment that pods mount, and tiny random models.
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 if [ ! -f "$ENGINE/complete" ]; then
@@ -10,8 +10,8 @@ if [ ! -f "$ENGINE/complete" ]; then
   PYTHONDONTWRITEBYTECODE='' "$ENGINE/bin/python" -m compileall -qq -j 0 "$ENGINE/lib" >/dev/null 2>&1 || true # templates in packages are no Python
   touch "$ENGINE/complete"
 fi
-if [ ! -f "$MODELS/m1/model.safetensors" ]; then
-  say "making two tiny random models"
+if [ ! -f "$MODELS/vl/model.safetensors" ]; then
+  say "making tiny random models"
   rm -rf "$MODELS.partial"
   "$ENGINE/bin/python" "$HERE/tiny_model.py" "$MODELS.partial" >/dev/null
   rm -rf "$MODELS"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e.support import Kubectl, KubectlError, eventually
+from rolloutfleet.api.weight_labels import fleet_id, weight_label
 
 SHARED = "/var/lib/rolloutfleet-cluster/shared"
 ENGINE_IMAGE = "localhost/rolloutfleet/engine-cpu:dev"
@@ -224,8 +225,14 @@ def listed_urls(kubectl: Kubectl, router: str) -> set[str]:
 
 
 def label_of(kubectl: Kubectl, pod: str) -> str:
-    """The weight version that the engine itself reports."""
+    """What the engine itself calls its weights."""
     return str(through_proxy(kubectl, pod, "/model_info")["weight_version"])
+
+
+def label_for(kubectl: Kubectl, server: str, version: int) -> str:
+    """What engines of this server call these weights."""
+    uid = str(kubectl.json("get", "ros", server)["metadata"]["uid"])
+    return weight_label(version, fleet_id(uid))
 
 
 def paused(kubectl: Kubectl, pod: str) -> bool:

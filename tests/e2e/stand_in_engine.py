@@ -14,6 +14,8 @@ from typing import Any
 
 FLAGS = sys.argv[1:]
 ENCODER = "--encoder-only" in FLAGS
+TOKEN = ord(FLAGS[FLAGS.index("--model-path") + 1][-1])
+"""What it answers with: the last character of its model's path, so that models are told apart."""
 ENCODERS: list[str] = []
 SERVED: list[str] = []
 
@@ -41,7 +43,7 @@ class Handler(BaseHTTPRequestHandler):
 class Engine(Handler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        if path == "/health" or (path in ("/ping", "/ready") and not ENCODER):
+        if path == "/health" or (path in ("/ping", "/ready", "/health_generate") and not ENCODER):
             self.answer({})
         elif path == "/model_info" and not ENCODER:
             self.answer({"model_path": value("--model-path"), "weight_version": value("--weight-version")})
@@ -62,7 +64,7 @@ class Engine(Handler):
             tokens = body["sampling_params"]["max_new_tokens"]
             meta = {
                 "finish_reason": {"type": "length"},
-                "output_token_logprobs": [[-0.5, 7, None]] * tokens,
+                "output_token_logprobs": [[-0.5, TOKEN, None]] * tokens,
                 "completion_tokens": tokens,
                 "weight_version": value("--weight-version"),
             }

@@ -16,6 +16,7 @@ from e2e.fleets import (
     TrainerError,
     await_routable,
     engines,
+    label_for,
     label_of,
     listed_urls,
     paused,
@@ -128,7 +129,7 @@ def test_an_update_reaches_every_engine_and_samples_equal_those_of_a_fresh_engin
     before = trainer(GREEDY)
     result = trainer("fleet.update_weights('/weights/m1', version=2)")
     assert {verdict["outcome"] for verdict in result["engines"]} == {"Committed"}
-    assert [label_of(space, engine["pod"]) for engine in engines(space, GROUP)] == ["2", "2"]
+    assert [label_of(space, engine["pod"]) for engine in engines(space, GROUP)] == [label_for(space, "qwen", 2)] * 2
     after = trainer(GREEDY)
     assert all(s["weight_versions"][0]["version"] == 2 for group in after for s in group["samples"])
     with pytest.raises(TrainerError, match="not newer than the committed version 2"):
@@ -162,6 +163,7 @@ def test_a_second_trainer_is_told_who_leads(space: Kubectl, trainer: Trainer) ->
 def test_a_deleted_engine_is_replaced_and_not_routed_before_it_has_caught_up(space: Kubectl) -> None:
     victim = engines(space, GROUP)[0]
     router = router_pods(space, "qwen")[0]
+    label = label_for(space, "qwen", 2)
     space("delete", "pod", victim["pod"], "--grace-period=1")
     eventually(
         lambda: victim["url"] not in listed_urls(space, router), 15, "the router has forgotten the deleted engine"
@@ -171,7 +173,7 @@ def test_a_deleted_engine_is_replaced_and_not_routed_before_it_has_caught_up(spa
         record = engines(space, GROUP)[0]
         if record["epoch"] != victim["epoch"] and record.get("url"):
             if record["url"] in listed_urls(space, router):
-                assert label_of(space, record["pod"]) == "2", "routed with other weights than the fleet's"
+                assert label_of(space, record["pod"]) == label, "routed with other weights than the fleet's"
             if record["phase"] == "Serving":
                 break
         time.sleep(0.3)

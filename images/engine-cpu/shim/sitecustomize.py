@@ -52,3 +52,30 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     torch.cuda.current_stream = torch.cpu.current_stream
     torch.cuda.synchronize = lambda *args, **kwargs: None
     torch.empty = empty_unpinned
+
+# Models that see images need more: their code names kernels of builds for the CPU without calling them here.
+if os.environ.get("SGLANG_CPU_ENGINE_IMAGES") == "1":
+    import enum
+
+    import torch._ops
+
+    find_operator = torch._ops._OpNamespace.__getattr__
+
+    def find_or_refuse(namespace, name):
+        try:
+            return find_operator(namespace, name)
+        except AttributeError:
+            if namespace.name != "sgl_kernel" or "cpu" not in name:
+                raise
+
+            def missing(*args, **kwargs):
+                raise NotImplementedError(f"sgl_kernel.{name}")
+
+            return missing
+
+    def pickled_by_value(member, protocol):
+        """As newer Pythons do; that of Debian 12 pickles a call of getattr, which SGLang refuses to load."""
+        return member.__class__, (member._value_,)
+
+    torch._ops._OpNamespace.__getattr__ = find_or_refuse
+    enum.Enum.__reduce_ex__ = pickled_by_value

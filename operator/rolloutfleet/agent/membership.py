@@ -16,6 +16,7 @@ from rolloutfleet.agent.errors import unavailable
 from rolloutfleet.api.agent import EngineView, FleetState, FleetView
 from rolloutfleet.api.rollout_server import GroupChecksum, RolloutServer, TrainingStatus
 from rolloutfleet.api.server_group import EngineStatus, ServerGroup
+from rolloutfleet.api.weight_labels import fleet_id
 from rolloutfleet.kube import client as kube
 from rolloutfleet.kube.events import event_manifest
 
@@ -39,6 +40,8 @@ class Fleet:
         self.state = FleetState.WAITING_FOR_SERVER
         self.message = f"RolloutServer {namespace}/{name} is not read yet"
         self.server: RolloutServer | None = None
+        self.id = ""
+        """By what name labels of weights know the fleet; kept while its server cannot be read."""
         self.groups: tuple[ServerGroup, ...] = ()
         self._announced: FleetState | None = None
 
@@ -55,6 +58,7 @@ class Fleet:
             )
             self.groups = await self._read_groups(server)
             self.server = server
+            self.id = fleet_id(server.uid)
             state, message = FleetState.CONNECTED, ""
         except kube.NotFound:
             self.server, self.groups = None, ()

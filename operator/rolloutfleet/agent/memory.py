@@ -57,6 +57,7 @@ class Memory:
         await self._write("Releasing", released, engines, weights)
 
         async def release(engine: EngineClient) -> None:
+            await engine.require_fleet(self._fleet.id)
             if not before.tags:
                 await engine.pause("abort", seconds=request.timeout_seconds)
                 await engine.flush_cache(wait_seconds=int(request.timeout_seconds))
@@ -81,6 +82,7 @@ class Memory:
         expected = self._expected_checksums()
 
         async def resume(engine: EngineClient) -> None:
+            await engine.require_fleet(self._fleet.id)
             await engine.resume_memory(tags, seconds=request.timeout_seconds)
             if left:
                 return

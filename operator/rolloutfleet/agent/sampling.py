@@ -1,12 +1,14 @@
 """Groups of samples through the router: bounded, retried, and checked for who answered.
 
-Which engine answers is the router's choice. What this agent guarantees is that no sample of a weight version that was
-never committed gets through, that each sample is delivered once, and that one bad prompt costs its own samples only.
+Which engine answers is the router's choice, and a router may list an address that belongs to another fleet's engine
+by now. What this agent guarantees is that no sample of another fleet gets through and none of a weight version that was
+never committed, that each sample is delivered once, and that one bad prompt costs its own samples only.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 import uuid
@@ -16,8 +18,11 @@ from typing import Any
 from rolloutfleet.agent.errors import unavailable
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.api.agent import Generate, Generated, Sample, SampleGroup, VersionSpan
+from rolloutfleet.api.weight_labels import parse_label
 from rolloutfleet.engine.errors import EngineError, EngineRefused
 from rolloutfleet.engine.router import RouterClient
+
+logger = logging.getLogger(__name__)
 
 CONCURRENCY_PER_ENGINE = 64
 FIRST_PAUSE_SECONDS = 0.1
@@ -31,6 +36,7 @@ class Sampler:
         self._fleet = fleet
         self._router = router
         self._committed: set[int] = {0}
+        self._not_ours = 0
         self._running = 0
         self._freed = asyncio.Condition()
 
@@ -79,11 +85,14 @@ class Sampler:
                     answer = await router.generate(payload, seconds=left)
                 finally:
                     await self._free_slot()
-                sample = sample_of(answer, attempts=attempts, seconds=time.monotonic() - started)
+                sample = sample_of(answer, fleet=self._fleet.id, attempts=attempts, seconds=time.monotonic() - started)
             except EngineRefused as refused:
                 if refused.status in BAD_REQUEST:
                     return _without_tokens("failed", str(refused), attempts, started)
                 error = str(refused)
+            except NotOurs as stranger:
+                error = str(stranger)
+                self._count(stranger)
             except (EngineError, ValueError) as problem:
                 error = str(problem)
             else:
@@ -93,6 +102,12 @@ class Sampler:
             await asyncio.sleep(min(pause, max(deadline - time.monotonic(), 0)))
             pause = min(pause * 2, LAST_PAUSE_SECONDS)
         return _without_tokens("aborted", f"not finished in {request.timeout_seconds:g} s: {error}", attempts, started)
+
+    def _count(self, stranger: NotOurs) -> None:
+        """Told ever more rarely: a router that cannot be reached may send us strangers for hours."""
+        self._not_ours += 1
+        if self._not_ours.bit_count() == 1:
+            logger.warning("%s: answer %d that is dropped: %s", self._fleet.name, self._not_ours, stranger)
 
     async def _all_committed(self, sample: Sample) -> bool:
         versions = {span.version for span in sample.weight_versions}
@@ -115,15 +130,19 @@ class Sampler:
             self._freed.notify_all()
 
 
-def sample_of(answer: dict[str, Any], *, attempts: int, seconds: float) -> Sample:
-    """From SGLang's answer to /generate. Raises ValueError when it is not what an engine with our weights says."""
+class NotOurs(ValueError):
+    """The answer is not signed with a version of this fleet's weights."""
+
+
+def sample_of(answer: dict[str, Any], *, fleet: str, attempts: int, seconds: float) -> Sample:
+    """From SGLang's answer to /generate. Raises NotOurs, or another ValueError when it is no usable answer at all."""
     try:
-        return _sample_of(answer, attempts=attempts, seconds=seconds)
+        return _sample_of(answer, fleet=fleet, attempts=attempts, seconds=seconds)
     except (TypeError, AttributeError, KeyError, IndexError) as error:
         raise ValueError(f"not an answer of SGLang: {type(error).__name__} {error}") from error
 
 
-def _sample_of(answer: dict[str, Any], *, attempts: int, seconds: float) -> Sample:
+def _sample_of(answer: dict[str, Any], *, fleet: str, attempts: int, seconds: float) -> Sample:
     meta = answer.get("meta_info") or {}
     entries = meta.get("output_token_logprobs") or []
     tokens = [int(entry[1]) for entry in entries]
@@ -140,9 +159,11 @@ def _sample_of(answer: dict[str, Any], *, attempts: int, seconds: float) -> Samp
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": len(tokens)}]
     versions = []
     for span in spans:
-        if not str(span.get("version")).isdigit():
-            raise ValueError(f"answered by an engine whose weight version is {span.get('version')!r}")
-        versions.append(VersionSpan(version=int(span["version"]), start=int(span["start"]), end=int(span["end"])))
+        label = parse_label(str(span.get("version")))
+        if label is None or not fleet or label.fleet != fleet:
+            said = span.get("version")
+            raise NotOurs(f"not ours: answered by an engine whose weight version is {said!r}, not one of @{fleet}")
+        versions.append(VersionSpan(version=label.version, start=int(span["start"]), end=int(span["end"])))
     return Sample.model_validate(
         {
             "tokens": tokens,

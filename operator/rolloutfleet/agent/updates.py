@@ -23,6 +23,7 @@ from rolloutfleet.api.agent import UpdateResult, UpdateWeights
 from rolloutfleet.api.common import EnginePhase
 from rolloutfleet.api.rollout_server import TrainingStatus, TrainingWeights, WeightsPhase
 from rolloutfleet.api.server_group import EngineStatus
+from rolloutfleet.api.weight_labels import weight_label
 from rolloutfleet.engine.checkpoint import Checkpoint, CheckpointError, differences, read_checkpoint
 from rolloutfleet.engine.errors import EngineError, EngineRefused
 from rolloutfleet.engine.sglang import EngineClient
@@ -88,8 +89,7 @@ class Updater:
         errors: dict[str, str] = {}
         try:
             clock = time.monotonic()
-            if not released:
-                await self._everywhere(participants, errors, self._pause, deadline)
+            await self._everywhere(participants, errors, self._recognize if released else self._pause, deadline)
             seconds["pause"] = time.monotonic() - clock
             clock = time.monotonic()
             await self._load(participants, errors, request.path, target, doubtful, deadline)
@@ -98,7 +98,13 @@ class Updater:
             # Also when something above was cancelled or is a bug of ours: what follows resumes the fleet.
             clock = time.monotonic()
             aftermath = await asyncio.gather(*(self._look(participant, errors) for participant in participants))
-            outcome = outcome_of(aftermath, target=target, previous=old.version, previous_checksums=previous)
+            outcome = outcome_of(
+                aftermath,
+                fleet=self._fleet.id,
+                target=target,
+                previous=old.version,
+                previous_checksums=previous,
+            )
             seconds["verify"] = time.monotonic() - clock
             await self._commit(before, intent, outcome, request.path)
             if not released:
@@ -226,8 +232,12 @@ class Updater:
 
         await asyncio.gather(*(one(participant) for participant in participants if participant.pod not in errors))
 
+    async def _recognize(self, engine: EngineClient, seconds: float) -> None:
+        await engine.require_fleet(self._fleet.id, seconds=seconds)
+
     async def _pause(self, engine: EngineClient, seconds: float) -> None:
         """Running samples go back to the queue and continue afterwards, computed anew from their tokens."""
+        await self._recognize(engine, seconds)
         await engine.pause("retract", seconds=seconds)
         await engine.flush_cache()
 
@@ -240,8 +250,10 @@ class Updater:
         doubtful: bool,
         deadline: float,
     ) -> None:
+        label = weight_label(version, self._fleet.id)
+
         async def load(engine: EngineClient, seconds: float) -> None:
-            await engine.update_weights_from_disk(path, version=version, flush_cache=False, seconds=seconds)
+            await engine.update_weights_from_disk(path, label=label, flush_cache=False, seconds=seconds)
             await engine.checksum(seconds=seconds)
 
         fit = [participant for participant in participants if participant.pod not in errors]

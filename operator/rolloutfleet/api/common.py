@@ -190,6 +190,23 @@ class BackoffSpec(Model):
 
     initial_seconds: Annotated[int, Field(ge=1, le=3600)] = 10
     max_seconds: Annotated[int, Field(ge=1, le=86400)] = 300
+    """Up to a quarter of each pause is left out, by engine, so that those that failed together do not load together."""
+    reset_after_seconds: Annotated[int, Field(ge=0, le=86400)] = 300
+    """An engine that has served for so long is cleared of its failures: pauses and `maxRestarts` count anew."""
+
+
+class HealthCheckSpec(Model):
+    """How an engine that hangs is found: by a token that it generates. Not asked of one that the trainer holds."""
+
+    period_seconds: Annotated[int, Field(ge=1, le=3600)] = 20
+    """From the end of one check to the next."""
+    timeout_seconds: Annotated[int, Field(ge=2, le=600)] = 30
+    """SGLang answers such a check after a second at best."""
+    failure_threshold: Annotated[int, Field(ge=1, le=100)] = 3
+    """Checks in a row without an answer until the engine is replaced."""
+    weights_period_seconds: Annotated[int, Field(ge=0, le=86400)] = 600
+    """How often the checksum of the weights of an engine that serves is read again; 0: only when something says that
+    they changed. Reading it takes the scheduler's time: tens of milliseconds for a small model."""
 
 
 class RecoverySpec(Model):
@@ -198,6 +215,15 @@ class RecoverySpec(Model):
     startup_deadline_seconds: Annotated[int, Field(ge=10, le=86400)] = 1800
     """From the container's start until SGLang answers; after it the engine is replaced."""
     backoff: BackoffSpec = BackoffSpec()
+    max_restarts: Annotated[int, Field(ge=0, le=10000)] | None = None
+    """Failures in a row after which an engine stays Failed, its last pod kept for diagnosis, until somebody resumes it
+    (`kubectl rolloutfleet resume`) or the spec changes. Absent: it is tried for ever, at the longest pause. Ends that
+    say nothing against the engine, like a deleted pod or a lost node, do not count."""
+    health_check: HealthCheckSpec = HealthCheckSpec()
+    force_delete_after_seconds: Annotated[int, Field(ge=0, le=86400)] | None = None
+    """A pod that is still there so long after its grace period, on a node that does not answer, is removed from the API
+    without its kubelet's word: what runs on that node may go on running. Absent: never. A replacement does not wait for
+    it either way."""
 
 
 class RollingUpdate(Model):
@@ -260,4 +286,4 @@ class EnginePhase(StrEnum):
     RESERVED = "Reserved"
     """A placeholder that holds its GPUs."""
     FAILED = "Failed"
-    """Its last life ended; waits for its next one."""
+    """Its last life ended; waits for its next one, or for somebody to resume it."""

@@ -35,6 +35,13 @@ ANNOTATION_NODES = f"{GROUP}/nodes"
 """Pods of the engine that a pod belongs to."""
 ANNOTATION_PEERS = f"{GROUP}/peer-revisions"
 """Of a prefill or decode pod: the revisions of the other role's groups that its own was meant to work with."""
+ANNOTATION_RESTART = f"{GROUP}/restart"
+"""Of a ServerGroup: engines (INDEX-eEPOCH, separated by commas) whose life of that epoch somebody wants to end. They
+drain first. A later life is not meant, so nothing has to remove the annotation."""
+ANNOTATION_RESUME = f"{GROUP}/resume"
+"""Of a ServerGroup, in the same form: engines that are Failed and are to be started again at once."""
+ANNOTATION_TEST_FLEET = f"{GROUP}/test-fleet"
+"""Of a RolloutServer, "true": faults may be injected into its engines."""
 ANNOTATION_ROLLOUT_SERVERS = f"{GROUP}/rollout-servers"
 
 GATE_ROUTABLE = f"{GROUP}/Routable"

@@ -71,6 +71,26 @@ class Failure(Model):
     message: Annotated[str, Field(max_length=1024)] = ""
     pod: Annotated[str, Field(max_length=253)] = ""
     time: Annotated[str, Field(max_length=64)] = ""
+    log: Annotated[str, Field(max_length=2048)] = ""
+    """The end of what the engine wrote, as its kubelet kept it."""
+
+
+class Recovery(Model):
+    """The way of one engine from the end of one life to serving in the next. Times are RFC 3339; empty: not yet."""
+
+    epoch: Annotated[int, Field(ge=1)]
+    """The life that takes over."""
+    reason: Annotated[str, Field(max_length=64)]
+    detected: Annotated[str, Field(max_length=64)]
+    """The operator learned of the end, and gave out the next life."""
+    replaced: Annotated[str, Field(max_length=64)] = ""
+    """All pods of the next life exist."""
+    loaded: Annotated[str, Field(max_length=64)] = ""
+    """It answers."""
+    caught_up: Annotated[str, Field(max_length=64)] = ""
+    """Its weights are proved to be the fleet's."""
+    routable: Annotated[str, Field(max_length=64)] = ""
+    """Every router lists it as healthy."""
 
 
 class EngineStatus(Model):
@@ -96,7 +116,9 @@ class EngineStatus(Model):
     restarts: Annotated[int, Field(ge=0)] = 0
     """Lives that ended by a failure, ever."""
     failures_in_row: Annotated[int, Field(ge=0)] = 0
-    """Failures since the engine last served; sets the backoff."""
+    """Failures since the engine last served for `recovery.backoff.resetAfterSeconds`; sets the backoff."""
+    serving_since: Annotated[str, Field(max_length=64)] = ""
+    """Since when it has served; empty while it does not, unless the trainer holds it."""
     retry_at: Annotated[str, Field(max_length=64)] = ""
     """When the next life may begin, while phase is Failed."""
     facts: EngineFacts | None = None
@@ -108,6 +130,8 @@ class EngineStatus(Model):
     drain_until: Annotated[str, Field(max_length=64)] = ""
     """While Draining: when requests that still run are aborted."""
     last_failure: Failure | None = None
+    recoveries: Annotated[tuple[Recovery, ...], Field(max_length=5), ListMap(("epoch",))] = ()
+    """The last ones, oldest first; one alone in groups of more than a hundred engines: objects in etcd are bounded."""
 
 
 class ServerGroupStatus(Model):
@@ -155,3 +179,9 @@ class ServerGroup(Resource):
 
     spec: ServerGroupSpec
     status: ServerGroupStatus = ServerGroupStatus()
+
+    @property
+    def server_uid(self) -> str:
+        """UID of the RolloutServer that it was made for."""
+        owners = self.metadata.get("ownerReferences") or []
+        return next((str(owner["uid"]) for owner in owners if owner.get("kind") == "RolloutServer"), "")

@@ -11,6 +11,8 @@ from pathlib import Path
 import kopf
 from kopf._core.engines.peering import Identity
 
+from rolloutfleet.control.metrics import Metrics
+from rolloutfleet.control.metrics import serve as serve_metrics
 from rolloutfleet.control.operator import Operator, registry_for
 from rolloutfleet.control.webhook import WebhookSettings, serve
 from rolloutfleet.kube.client import KubeApi
@@ -24,9 +26,11 @@ LIVENESS = "http://0.0.0.0:8080/healthz"
 async def run() -> None:
     namespace = os.environ.get("ROLLOUTFLEET_NAMESPACE") or None
     webhook = webhook_settings()
+    metrics = Metrics()
     credentials = load_credentials()
+    transport = AiohttpTransport(max_connections=32, keep_seconds=60, tls=credentials.tls)
     operator = Operator(
-        api=KubeApi(credentials, transport=AiohttpTransport(max_connections=32, keep_seconds=60, tls=credentials.tls)),
+        api=KubeApi(credentials, transport=transport, observe=metrics.api_answered),
         defaults=Defaults(
             router_image=required("ROLLOUTFLEET_ROUTER_IMAGE"),
             placeholder_image=required("ROLLOUTFLEET_PLACEHOLDER_IMAGE"),
@@ -35,7 +39,11 @@ async def run() -> None:
             image_pull_policy=os.environ.get("ROLLOUTFLEET_IMAGE_PULL_POLICY", "IfNotPresent"),
         ),
         namespace=namespace,
-        services=(lambda api: serve(webhook, api),) if webhook is not None else (),
+        metrics=metrics,
+        services=(
+            lambda _: serve_metrics(metrics.registry),
+            *((lambda api: serve(webhook, api),) if webhook is not None else ()),
+        ),
     )
     await kopf.operator(
         registry=registry_for(operator),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
+from rolloutfleet.api.weight_labels import weight_label
 from rolloutfleet.control.freshness import Stop, require_same_training
 from rolloutfleet.control.probes import Prober
 from rolloutfleet.control.store import FleetKey, FleetStore
@@ -98,7 +99,10 @@ class EngineWork:
 
     async def _adopt(self, key: FleetKey, action: Adopt) -> None:
         await require_same_training(self._api, self._store, key)
-        await self._engine(action.url).label_weights(action.version)
+        label = weight_label(action.version, action.fleet)
+        await self._engine(action.url).label_weights(label)
+        # Said by us: what was proved about the weights under the old label stands.
+        self._update_probe(action.pod_uid, lambda probe: replace(probe, label=label))
         self._prober.look_soon(action.pod_uid)
 
     async def _read_weights(self, pod_uid: str, url: str, training_key: str, *, loaded: bool = False) -> EngineProbe:
@@ -111,6 +115,7 @@ class EngineWork:
             label=info.weight_version,
             checksum=checksum,
             read_under=training_key,
+            recheck=False,
             loaded_under=training_key if loaded else "",
         )
         self._store.probes[pod_uid] = probe
@@ -120,8 +125,9 @@ class EngineWork:
         """No router lists the engine: whatever still runs there is aborted, then the checkpoint is loaded."""
         await require_same_training(self._api, self._store, key)
         engine = self._engine(action.url)
+        await engine.require_fleet(action.fleet)
         await engine.pause(mode="abort")
-        await engine.update_weights_from_disk(action.path, version=action.version)
+        await engine.update_weights_from_disk(action.path, label=weight_label(action.version, action.fleet))
         probe = await self._read_weights(action.pod_uid, action.url, action.training_key, loaded=True)
         if action.expected and probe.checksum != action.expected:
             raise EngineError(

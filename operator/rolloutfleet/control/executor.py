@@ -46,7 +46,8 @@ class Executor:
             case CreatePod():
                 await self._objects.create_pod(key, action.manifest)
             case DeletePod():
-                await self._objects.delete(kube.POD, key.namespace, action.name, action.uid, grace_seconds=EXIT_SECONDS)
+                grace = 0 if action.force else EXIT_SECONDS
+                await self._objects.delete(kube.POD, key.namespace, action.name, action.uid, grace_seconds=grace)
             case CreatePodGroup():
                 await self._objects.create_pod_group(key, action.manifest)
             case DeleteObject(kind="PodGroup"):

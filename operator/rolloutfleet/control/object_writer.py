@@ -10,6 +10,7 @@ from typing import Any
 from rolloutfleet.api.names import API_VERSION, GATE_ROUTABLE, OPERATOR_MANAGER, SCALE_MANAGER
 from rolloutfleet.control.events import event_manifest
 from rolloutfleet.control.freshness import Stop
+from rolloutfleet.control.metrics import Metrics
 from rolloutfleet.control.store import FleetKey, FleetStore, owned_by
 from rolloutfleet.kube import client as kube
 from rolloutfleet.plan.actions import ApplyStatus, DeleteObject, Emit, SetGate
@@ -34,8 +35,10 @@ class ObjectWriter:
         enqueue: Callable[[FleetKey], None],
         enqueue_after: Callable[[FleetKey, float], None],
         clock: Callable[[], datetime],
+        metrics: Metrics,
     ) -> None:
         self._api = api
+        self._metrics = metrics
         self._store = store
         self._enqueue = enqueue
         self._enqueue_after = enqueue_after
@@ -108,12 +111,15 @@ class ObjectWriter:
             "metadata": {"name": action.name, "namespace": key.namespace, "uid": action.uid},
             "status": action.status,
         }
+        before = self._store.object(key, action.kind, action.name) or {}
         try:
             applied = await self._api.apply(
                 kube.by_kind(action.kind), manifest, field_manager=OPERATOR_MANAGER, force=True, subresource="status"
             )
         except (kube.NotFound, kube.Conflict) as error:
             raise Stop from error
+        if action.kind == "ServerGroup":
+            self._metrics.status_written(key, action.name, before.get("status") or {}, action.status)
         self._store.upsert(action.kind, applied)
 
     async def create_pod(self, key: FleetKey, manifest: Mapping[str, Any]) -> None:

@@ -8,26 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-import aiohttp
 import kopf
 
 from rolloutfleet.api.names import COMPONENT_TRAINER, LABEL_COMPONENT, LABEL_MANAGED_BY, MANAGED_BY
 from rolloutfleet.control.engine_work import EngineWork
 from rolloutfleet.control.executor import Executor
+from rolloutfleet.control.health import HealthChecker
+from rolloutfleet.control.metrics import Metrics
 from rolloutfleet.control.object_writer import ObjectWriter
 from rolloutfleet.control.probes import Prober
 from rolloutfleet.control.reconcile import Reconciler
+from rolloutfleet.control.states import Sources, States
 from rolloutfleet.control.store import FleetKey, FleetStore, component_of
 from rolloutfleet.control.tables import Tables
 from rolloutfleet.control.trainers import TrainerPods
 from rolloutfleet.control.watches import Watch
-from rolloutfleet.engine.http import open_http
+from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.engine.sglang import EncoderClient, EncoderTable, EngineClient
 from rolloutfleet.kube import client as kube
@@ -59,6 +62,8 @@ WATCHED = (
     Watched(kube.ROLE, OURS),
     Watched(kube.ROLE_BINDING, OURS),
     Watched(kube.LEASE, OURS),
+    Watched(kube.DISRUPTION_BUDGET, OURS),
+    Watched(kube.NODE, None),
 )
 
 
@@ -75,23 +80,33 @@ class Operator:
         api: kube.KubeApi,
         defaults: Defaults,
         namespace: str | None,
+        metrics: Metrics | None = None,
         services: tuple[Callable[[kube.KubeApi], Awaitable[None]], ...] = (),
     ) -> None:
         self._api = api
         self._namespace = namespace
         self._services = services
-        self._session: aiohttp.ClientSession | None = None
-        """Made by the first call: it wants a running loop."""
+        self._metrics = metrics or Metrics()
+        self._http = Http(max_connections=256, observe=self._metrics.asked)
         self.store = FleetStore(clock=now)
         self.queue: WorkQueue[FleetKey] = WorkQueue()
+        States(self._metrics, Sources(store=self.store, queue=lambda: self.queue, leading=lambda: True, clock=now))
         prober = Prober(
             store=self.store,
             enqueue=self._soon,
             engine=self._engine,
             router=self._router,
-            encoder=lambda url: EncoderClient(url, http=self._http()),
+            encoder=lambda url: EncoderClient(url, http=self._http),
             encoder_table=self._encoder_table,
             monotonic=time.monotonic,
+        )
+        self._health = HealthChecker(
+            store=self.store,
+            enqueue=self.queue.add,
+            engine=self._engine,
+            encoder=lambda url: EncoderClient(url, http=self._http),
+            monotonic=time.monotonic,
+            chance=random.random,
         )
         self._engines = EngineWork(api=api, store=self.store, prober=prober, engine=self._engine, enqueue=self._soon)
         self._executor = Executor(
@@ -101,6 +116,7 @@ class Operator:
                 enqueue=self.queue.add,
                 enqueue_after=self.queue.add_after,
                 clock=now,
+                metrics=self._metrics,
             ),
             tables=Tables(
                 api=api,
@@ -129,27 +145,24 @@ class Operator:
         self._tasks: list[asyncio.Task[None]] = []
         self._listed_at = time.monotonic()
 
-    def _http(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = open_http(max_connections=256)
-        return self._session
-
     def _engine(self, url: str) -> EngineClient:
-        return EngineClient(url, http=self._http())
+        return EngineClient(url, http=self._http)
 
     def _router(self, url: str) -> RouterClient:
-        return RouterClient(url, http=self._http())
+        return RouterClient(url, http=self._http)
 
     def _encoder_table(self, url: str) -> EncoderTable:
-        return EncoderTable(url, http=self._http())
+        return EncoderTable(url, http=self._http)
 
     async def start(self) -> None:
         await self._resync()
         await self._pods.list()
+        reconcile = self._metrics.timed(self._reconciler)
         self._tasks = [
             asyncio.create_task(self._pods.run(), name="watch of pods"),
             asyncio.create_task(self._prober.run(), name="prober"),
-            asyncio.create_task(self.queue.run(workers=WORKERS, reconcile=self._reconciler), name="queue"),
+            asyncio.create_task(self._health.run(), name="health"),
+            asyncio.create_task(self.queue.run(workers=WORKERS, reconcile=reconcile), name="queue"),
             asyncio.create_task(self._resync_for_ever(), name="resync"),
             asyncio.create_task(self._trainers.run(), name="trainers"),
             *(asyncio.create_task(_service(service, self._api), name="service") for service in self._services),
@@ -160,8 +173,7 @@ class Operator:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._engines.close()
-        if self._session is not None:
-            await self._session.close()
+        await self._http.close()
         await self._api.close()
 
     def healthy(self) -> dict[str, float]:
@@ -185,8 +197,13 @@ class Operator:
 
     def saw(self, kind: str, kind_of_event: str | None, body: dict[str, Any]) -> None:
         """A watch event, or an object of kopf's first list (`kind_of_event` None)."""
+        self._metrics.heard(kind)
         if kind == "Pod" and component_of(body) == COMPONENT_TRAINER:
             self._trainers.saw(body, deleted=kind_of_event == "DELETED")
+            return
+        if kind == "Node":
+            for fleet in self.store.saw_node(body, deleted=kind_of_event == "DELETED"):
+                self.queue.add(fleet)
             return
         key = self.store.remove(kind, body) if kind_of_event == "DELETED" else self.store.upsert(kind, body)
         if key is None:
@@ -202,7 +219,8 @@ class Operator:
 
     def _replaced(self, kind: str, items: Iterable[kube.Object]) -> None:
         """A full list of a kind."""
-        for key in self.store.replace(kind, items):
+        self._metrics.heard(kind)
+        for key in self.store.replace_nodes(items) if kind == "Node" else self.store.replace(kind, items):
             self.queue.add(key)
 
     def _pods_listed(self, pods: list[kube.Object]) -> None:
@@ -212,7 +230,8 @@ class Operator:
     async def _resync(self) -> None:
         """Lists replace what is held: the only way to learn of a deletion that kopf's watch did not tell."""
         for watched in WATCHED:
-            listed = await self._api.list(watched.resource, namespace=self._namespace, label_selector=watched.selector)
+            namespace = self._namespace if watched.resource.namespaced else None
+            listed = await self._api.list(watched.resource, namespace=namespace, label_selector=watched.selector)
             self._replaced(watched.resource.kind, listed.items)
         self._listed_at = time.monotonic()
         await self._look_for_gangs()

@@ -7,7 +7,7 @@ heals deletions that a watch never told (kopf does not report what vanished whil
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
@@ -39,6 +39,8 @@ from rolloutfleet.plan.observed import (
     engine_pod,
     external_uid,
     is_external,
+    node_of,
+    node_ready,
     pod_group,
     pod_url,
     router_pod,
@@ -85,6 +87,8 @@ class FleetStore:
         self.create_failures: dict[FleetKey, dict[str, Trouble]] = {}
         self.catch_up_failures: dict[str, str] = {}
         self.applied_versions: dict[FleetKey, dict[str, str]] = {}
+        self._nodes: dict[str, bool] | None = None
+        """Whether each node of the cluster is ready; None until they were listed."""
         self.gang_apis: frozenset[str] = frozenset()
         """apiVersions of the PodGroups that the cluster knows."""
         self.targets: dict[str, Target] = {}
@@ -132,6 +136,36 @@ class FleetStore:
             return None
         self._forget(key, kind, held)
         return key
+
+    def saw_node(self, node: Mapping[str, Any], *, deleted: bool) -> set[FleetKey]:
+        """Take news of a node; the fleets that have pods on it, if it changed between ready, not ready and gone."""
+        name = node["metadata"]["name"]
+        before = self._nodes.get(name) if self._nodes is not None else None
+        if self._nodes is None:
+            return set()  # the first list will tell
+        if deleted:
+            self._nodes.pop(name, None)
+        else:
+            self._nodes[name] = node_ready(node)
+        return self._fleets_on({name}) if self._nodes.get(name) is not before else set()
+
+    def replace_nodes(self, nodes: Iterable[Mapping[str, Any]]) -> set[FleetKey]:
+        """A full list of nodes."""
+        before, after = self._nodes or {}, {node["metadata"]["name"]: node_ready(node) for node in nodes}
+        self._nodes = after
+        names = before.keys() | after.keys()
+        return self._fleets_on({name for name in names if before.get(name) is not after.get(name)})
+
+    def _fleets_on(self, names: set[str]) -> set[FleetKey]:
+        return {
+            key
+            for key in self._fleets
+            if any(
+                node_of(pod) in names
+                for pod in self._objects(key, "Pod").values()
+                if component_of(pod) == COMPONENT_ENGINE
+            )
+        }
 
     def replace(self, kind: str, items: Iterable[Mapping[str, Any]]) -> set[FleetKey]:
         """A full list: what it lacks is gone."""
@@ -232,6 +266,12 @@ class FleetStore:
             for name, body in self._objects(key, kind).items()
         }
 
+    def groups(self) -> Iterator[tuple[FleetKey, Mapping[str, Any]]]:
+        """Every ServerGroup, as it is in the API."""
+        for key in self._fleets:
+            for group in self._objects(key, "ServerGroup").values():
+                yield key, group
+
     def fleet(self, key: FleetKey) -> Fleet | None:
         """The fleet as seen now; None if there is no RolloutServer of that name. Raises ValidationError."""
         body = self.server(key)
@@ -250,7 +290,7 @@ class FleetStore:
             groups=tuple(
                 sorted((_group(child) for child in owned["ServerGroup"]), key=lambda group: group.metadata["name"])
             ),
-            engine_pods=tuple(engine_pod(pod) for pod in pods if component_of(pod) == COMPONENT_ENGINE),
+            engine_pods=tuple(engine_pod(pod, self._nodes) for pod in pods if component_of(pod) == COMPONENT_ENGINE),
             router_pods=tuple(
                 router_pod(
                     pod,

@@ -7,23 +7,19 @@ connection of its pool for each request, at 1 ms of CPU and more; this is a tent
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+from yarl import URL
 
 from rolloutfleet.engine.errors import EngineRefused, EngineTimeout, EngineUnreachable
 
 CONNECT_SECONDS = 5.0
 KEEP_SECONDS = 4.0
 """SGLang closes a connection that was idle for 5 s: one that we find closing costs a request."""
-
-
-def open_http(*, max_connections: int) -> aiohttp.ClientSession:
-    """The connection pool that clients of engines and routers share; within a running loop, to be closed by the
-    caller."""
-    connector = aiohttp.TCPConnector(limit=max_connections, keepalive_timeout=KEEP_SECONDS)
-    return aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
 
 
 @dataclass(frozen=True)
@@ -43,10 +39,57 @@ class Answer:
             return None
 
 
+Observer = Callable[[str, str, int | None, float], None]
+"""(method, path, status, seconds) of each question; no status if there was no answer."""
+
+
+def nobody(method: str, path: str, status: int | None, seconds: float) -> None:
+    """Observes nothing."""
+
+
+class Http:
+    """The connection pool that clients of engines and routers share; whoever makes it closes it."""
+
+    def __init__(self, *, max_connections: int, observe: Observer = nobody) -> None:
+        self._max_connections = max_connections
+        self._observe = observe
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Http:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def ask(
+        self, method: str, url: str, *, body: Any, timeout: aiohttp.ClientTimeout, headers: dict[str, str] | None
+    ) -> Answer:
+        """Raises what aiohttp raises."""
+        if self._session is None:  # it wants a running loop
+            connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=KEEP_SECONDS)
+            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+        began, status, path = time.monotonic(), None, url
+        try:
+            target = URL(url)
+            path = target.path
+            async with self._session.request(
+                method, target, json=body, timeout=timeout, headers=headers, allow_redirects=False
+            ) as response:
+                answer = Answer(status=response.status, body=await response.read())
+                status = answer.status
+                return answer
+        finally:
+            self._observe(method, path, status, time.monotonic() - began)
+
+
 class HttpPeer:
     """A base URL and a shared connection pool."""
 
-    def __init__(self, url: str, *, http: aiohttp.ClientSession) -> None:
+    def __init__(self, url: str, *, http: Http) -> None:
         self.url = url
         self._http = http
 
@@ -65,10 +108,7 @@ class HttpPeer:
             total=None, connect=seconds, sock_connect=min(seconds, CONNECT_SECONDS), sock_read=seconds
         )
         try:
-            async with self._http.request(
-                method, target, json=body, timeout=timeout, headers=headers, allow_redirects=False
-            ) as response:
-                answer = Answer(status=response.status, body=await response.read())
+            answer = await self._http.ask(method, target, body=body, timeout=timeout, headers=headers)
         except TimeoutError as error:  # aiohttp's own are of this kind as well
             raise EngineTimeout(f"{method} {target}: no answer in {seconds:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:  # the last: an URL that is none

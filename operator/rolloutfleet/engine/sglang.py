@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from rolloutfleet.api.common import EngineFacts
+from rolloutfleet.api.weight_labels import belongs_elsewhere
 from rolloutfleet.engine.errors import EngineRefused
 from rolloutfleet.engine.http import HttpPeer
 
@@ -32,7 +33,7 @@ MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 class ModelInfo:
     model_path: str
     weight_version: str
-    """A label: a failed update may leave it wrong either way."""
+    """A label (api/weight_labels.py): a failed update may leave it wrong either way."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,27 @@ class EngineClient(HttpPeer):
             return False
         return True
 
-    async def model_info(self) -> ModelInfo:
-        info = await self._ask("GET", "/model_info", seconds=FLAG_SECONDS)
+    async def generates(self, *, seconds: float) -> bool:
+        """True if a token comes out within that time, of this request or of any other; after a second at best."""
+        try:
+            await self._call("GET", "/health_generate", seconds=seconds)
+        except EngineRefused:
+            return False
+        return True
+
+    async def model_info(self, *, seconds: float = FLAG_SECONDS) -> ModelInfo:
+        info = await self._ask("GET", "/model_info", seconds=seconds)
         return ModelInfo(model_path=str(info.get("model_path", "")), weight_version=str(info.get("weight_version", "")))
+
+    async def require_fleet(self, fleet: str, *, seconds: float = CONTROL_SECONDS) -> None:
+        """Before anything that would harm another fleet's engine: this address may have passed to one.
+
+        Raises EngineRefused if it has.
+        """
+        label = (await self.model_info(seconds=seconds)).weight_version
+        if belongs_elsewhere(label, fleet):
+            text = f"{self.url}: an engine of another fleet answers: its weights are labelled {label}, ours @{fleet}"
+            raise EngineRefused(text, status=200)
 
     async def server_info(self) -> EngineFacts:
         info = await self._ask("GET", "/server_info", seconds=INFO_SECONDS)
@@ -114,17 +133,17 @@ class EngineClient(HttpPeer):
         await self._call("POST", path, seconds=CONTROL_SECONDS + wait_seconds, body={})
 
     async def update_weights_from_disk(
-        self, path: str, *, version: int, flush_cache: bool = True, seconds: float = LOAD_SECONDS
+        self, path: str, *, label: str, flush_cache: bool = True, seconds: float = LOAD_SECONDS
     ) -> None:
         """Load a checkpoint that the engine sees at `path`. A checkpoint of another shape kills the scheduler."""
-        body = {"model_path": path, "weight_version": str(version), "flush_cache": flush_cache}
+        body = {"model_path": path, "weight_version": label, "flush_cache": flush_cache}
         answer = await self._ask("POST", "/update_weights_from_disk", seconds=seconds, body=body)
         if not answer.get("success", False):
             raise EngineRefused(f"{self.url}: {path} not loaded: {answer.get('message')}", status=200)
 
-    async def label_weights(self, version: int) -> None:
+    async def label_weights(self, label: str) -> None:
         """Change what the engine calls its weights, and nothing else: requests go on."""
-        body = {"new_version": str(version), "abort_all_requests": False}
+        body = {"new_version": label, "abort_all_requests": False}
         await self._call("POST", "/update_weight_version", seconds=CONTROL_SECONDS, body=body)
 
     async def release_memory(self, tags: Sequence[MemoryTag], *, seconds: float = CONTROL_SECONDS) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +31,11 @@ from rolloutfleet.kube.errors import (
 )
 from rolloutfleet.kube.resources import (
     DEPLOYMENT,
+    DISRUPTION_BUDGET,
     EVENT,
     LEASE,
     MUTATING_WEBHOOK,
+    NODE,
     POD,
     POD_GROUPS,
     ROLE,
@@ -52,6 +55,23 @@ WATCH_SECONDS = 300
 CHUNK = 500
 ATTEMPTS = 4
 _PERFORMED_NOT = frozenset({429, 503})
+_METHODS = {
+    "get": "GET",
+    "list": "GET",
+    "create": "POST",
+    "update": "PUT",
+    "apply": "PATCH",
+    "patch": "PATCH",
+    "delete": "DELETE",
+}
+
+NO_ANSWER = "NoAnswer"
+Observer = Callable[[str, str, str, float], None]
+"""(verb, resource, code, seconds) of each request: verbs as above, pods or pods/status, 200 or NO_ANSWER."""
+
+
+def nobody(verb: str, resource: str, code: str, seconds: float) -> None:
+    """Observes nothing."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +96,10 @@ class KubeApi:
         *,
         max_connections: int = 64,
         transport: httpx.AsyncBaseTransport | None = None,
+        observe: Observer = nobody,
     ) -> None:
         self.credentials = credentials
+        self._observe = observe
         self._http = httpx.AsyncClient(
             base_url=credentials.server,
             verify=credentials.tls,
@@ -91,12 +113,12 @@ class KubeApi:
         await self._http.aclose()
 
     async def get(self, resource: Resource, name: str, *, namespace: str | None = None) -> Object:
-        return await self._request("GET", resource.path(namespace, name))
+        return await self._request("get", resource.plural, resource.path(namespace, name))
 
     async def serves(self, group: str, version: str, plural: str) -> bool:
         """Whether the cluster has such objects at all."""
         try:
-            found = await self._request("GET", f"/apis/{group}/{version}")
+            found = await self._request("get", "apis", f"/apis/{group}/{version}")
         except NotFound:
             return False
         return any(resource.get("name") == plural for resource in found.get("resources") or [])
@@ -116,7 +138,7 @@ class KubeApi:
             parameters = _selectors(label_selector, field_selector) | {"limit": str(CHUNK)}
             if token:
                 parameters["continue"] = token
-            page = await self._request("GET", resource.path(namespace), parameters=parameters)
+            page = await self._request("list", resource.plural, resource.path(namespace), parameters=parameters)
             items += page.get("items") or []
             token = page["metadata"].get("continue") or ""
             if not token:
@@ -162,12 +184,13 @@ class KubeApi:
 
     async def create(self, resource: Resource, manifest: Object) -> Object:
         namespace = manifest["metadata"].get("namespace")
-        return await self._request("POST", resource.path(namespace), body=manifest)
+        return await self._request("create", resource.plural, resource.path(namespace), body=manifest)
 
     async def update(self, resource: Resource, manifest: Object) -> Object:
         """Replace; metadata.resourceVersion makes it conditional (Conflict)."""
         metadata = manifest["metadata"]
-        return await self._request("PUT", resource.path(metadata.get("namespace"), metadata["name"]), body=manifest)
+        path = resource.path(metadata.get("namespace"), metadata["name"])
+        return await self._request("update", resource.plural, path, body=manifest)
 
     async def apply(
         self,
@@ -181,7 +204,8 @@ class KubeApi:
         """Server-side apply. It creates what is absent: give metadata.uid to touch only the object that was seen."""
         metadata = manifest["metadata"]
         return await self._request(
-            "PATCH",
+            "apply",
+            _with_subresource(resource, subresource),
             resource.path(metadata.get("namespace"), metadata["name"], subresource),
             parameters={"fieldManager": field_manager, "force": "true" if force else "false"},
             body=manifest,
@@ -193,7 +217,9 @@ class KubeApi:
     ) -> Object:
         """A JSON patch if `body` is a list, else a merge patch."""
         kind = "application/json-patch+json" if isinstance(body, list) else "application/merge-patch+json"
-        return await self._request("PATCH", resource.path(namespace, name, subresource), body=body, content_type=kind)
+        path = resource.path(namespace, name, subresource)
+        what = _with_subresource(resource, subresource)
+        return await self._request("patch", what, path, body=body, content_type=kind)
 
     async def delete(
         self,
@@ -210,7 +236,18 @@ class KubeApi:
             options["preconditions"] = {"uid": uid}
         if grace_seconds is not None:
             options["gracePeriodSeconds"] = grace_seconds
-        await self._request("DELETE", resource.path(namespace, name), body=options)
+        await self._request("delete", resource.plural, resource.path(namespace, name), body=options)
+
+    async def ask_pod(
+        self, pod: str, port: int, path: str, *, namespace: str, body: Object | None = None, seconds: float
+    ) -> Object:
+        """What a server in a pod answers through the API server's proxy: GET, or POST of a body as JSON.
+
+        The server's own refusals are told as if they were Kubernetes'. Raises Unreachable after `seconds`.
+        """
+        address = POD.path(namespace, f"{pod}:{port}", f"proxy{path}")
+        verb = "get" if body is None else "create"
+        return await self._request(verb, "pods/proxy", address, body=body, seconds=seconds)
 
     def _headers(self) -> dict[str, str]:
         token = self.credentials.token()
@@ -218,25 +255,40 @@ class KubeApi:
 
     async def _request(
         self,
-        method: str,
+        verb: str,
+        resource: str,
         path: str,
         *,
         parameters: dict[str, str] | None = None,
         body: Any = None,
         content_type: str = "application/json",
+        seconds: float = REQUEST_SECONDS,
     ) -> Object:
+        """`resource`: its plural and subresource, for the observer."""
+        method = _METHODS[verb]
         content = json.dumps(body) if body is not None else None
         for attempt in range(1, ATTEMPTS + 1):
             headers = self._headers() | ({"Content-Type": content_type} if content is not None else {})
+            began = time.monotonic()
             try:
-                response = await self._http.request(method, path, params=parameters, content=content, headers=headers)
+                response = await self._http.request(
+                    method,
+                    path,
+                    params=parameters,
+                    content=content,
+                    headers=headers,
+                    timeout=httpx.Timeout(seconds, connect=10.0),
+                )
             except httpx.ConnectError as error:
+                self._observe(verb, resource, NO_ANSWER, time.monotonic() - began)
                 if attempt == ATTEMPTS:
                     raise Unreachable(f"{method} {path}: {error}") from error
                 await asyncio.sleep(0.2 * 2**attempt)
                 continue
             except httpx.HTTPError as error:
+                self._observe(verb, resource, NO_ANSWER, time.monotonic() - began)
                 raise Unreachable(f"{method} {path}: {type(error).__name__} {error}") from error
+            self._observe(verb, resource, str(response.status_code), time.monotonic() - began)
             if response.status_code in _PERFORMED_NOT and attempt < ATTEMPTS:
                 await asyncio.sleep(_pause(response.headers.get("Retry-After"), 0.2 * 2**attempt))
                 continue
@@ -247,6 +299,10 @@ class KubeApi:
                 return answer
             raise error_from(response.status_code, _parsed(response.text), response.text)
         raise AssertionError("unreachable")
+
+
+def _with_subresource(resource: Resource, subresource: str | None) -> str:
+    return f"{resource.plural}/{subresource}" if subresource else resource.plural
 
 
 def _selectors(label: str | None, field: str | None) -> dict[str, str]:
@@ -267,9 +323,11 @@ def _parsed(text: str) -> Any:
 
 __all__ = [
     "DEPLOYMENT",
+    "DISRUPTION_BUDGET",
     "EVENT",
     "LEASE",
     "MUTATING_WEBHOOK",
+    "NODE",
     "POD",
     "POD_GROUPS",
     "ROLE",

@@ -25,11 +25,15 @@ class Credentials:
     namespace: str
 
 
-def load_credentials() -> Credentials:
-    """In a pod its service account, unless KUBECONFIG says otherwise. Raises NoCluster."""
-    if not os.environ.get("KUBECONFIG") and (SERVICE_ACCOUNT / "token").exists():
+def load_credentials(*, kubeconfig: str | None = None, context: str | None = None) -> Credentials:
+    """In a pod its service account, unless KUBECONFIG or an argument says otherwise. Raises NoCluster.
+
+    `kubeconfig`: default is KUBECONFIG, else ~/.kube/config. `context`: default is the file's current one.
+    """
+    named = kubeconfig or context or os.environ.get("KUBECONFIG")
+    if not named and (SERVICE_ACCOUNT / "token").exists():
         return _in_cluster()
-    return _from_kubeconfig()
+    return _from_kubeconfig(kubeconfig, context)
 
 
 def _in_cluster() -> Credentials:
@@ -45,17 +49,21 @@ def _in_cluster() -> Credentials:
     )
 
 
-def _from_kubeconfig() -> Credentials:
+def _from_kubeconfig(kubeconfig: str | None, context: str | None) -> Credentials:
     from kubernetes.client import Configuration
     from kubernetes.config import list_kube_config_contexts, load_kube_config
     from kubernetes.config.config_exception import ConfigException
 
     configuration = Configuration()
     try:
-        load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
-        _, active = list_kube_config_contexts()  # type: ignore[no-untyped-call]
+        load_kube_config(  # type: ignore[no-untyped-call]
+            config_file=kubeconfig, context=context, client_configuration=configuration
+        )
+        contexts, active = list_kube_config_contexts(kubeconfig)  # type: ignore[no-untyped-call]
     except ConfigException as error:
         raise NoCluster(f"no service account is mounted and no kubeconfig can be used: {error}") from error
+    if context:
+        active = next(known for known in contexts if known["name"] == context)
     tls = ssl.create_default_context(cafile=configuration.ssl_ca_cert)
     if not configuration.verify_ssl:
         tls.check_hostname = False

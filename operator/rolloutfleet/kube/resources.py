@@ -33,11 +33,13 @@ SERVER_GROUP = Resource(GROUP, VERSION, "servergroups", "ServerGroup")
 POD = Resource("", "v1", "pods", "Pod")
 SERVICE = Resource("", "v1", "services", "Service")
 SECRET = Resource("", "v1", "secrets", "Secret")
+NODE = Resource("", "v1", "nodes", "Node", namespaced=False)
 DEPLOYMENT = Resource("apps", "v1", "deployments", "Deployment")
 ROLE = Resource("rbac.authorization.k8s.io", "v1", "roles", "Role")
 ROLE_BINDING = Resource("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding")
 LEASE = Resource("coordination.k8s.io", "v1", "leases", "Lease")
 EVENT = Resource("events.k8s.io", "v1", "events", "Event")
+DISRUPTION_BUDGET = Resource("policy", "v1", "poddisruptionbudgets", "PodDisruptionBudget")
 MUTATING_WEBHOOK = Resource(
     "admissionregistration.k8s.io",
     "v1",
@@ -54,6 +56,7 @@ _ALL = (
     ROLLOUT_SERVER,
     SERVER_GROUP,
     POD,
+    NODE,
     SERVICE,
     SECRET,
     DEPLOYMENT,
@@ -61,6 +64,7 @@ _ALL = (
     ROLE_BINDING,
     LEASE,
     EVENT,
+    DISRUPTION_BUDGET,
     MUTATING_WEBHOOK,
 )
 _BY_KIND = {resource.kind: resource for resource in _ALL}

@@ -42,6 +42,8 @@ class CreatePodGroup:
 class DeletePod:
     name: str
     uid: str
+    force: bool = False
+    """From the API at once, without the word of its kubelet, which is lost."""
 
 
 @dataclass(frozen=True)
@@ -95,11 +97,12 @@ class Verify:
 
 @dataclass(frozen=True)
 class Adopt:
-    """Label an engine that somebody else started with the version that its weights are."""
+    """Label an engine with the version that its weights are, and the fleet: nothing is loaded."""
 
     pod_uid: str
     url: str
     version: int
+    fleet: str
     training_key: str
 
 
@@ -111,6 +114,7 @@ class CatchUp:
     url: str
     path: str
     version: int
+    fleet: str
     expected: str
     """Checksum that it must have afterwards; empty while nobody has measured it."""
     training_key: str

@@ -54,14 +54,15 @@ def surplus(views: Sequence[EngineView], wanted: int, training: Training) -> set
     return {view.record.index for view in order[: max(len(views) - wanted, 0)]}
 
 
-def outdated_to_replace(views: Sequence[EngineView], replicas: int, rolling: RollingUpdate) -> set[int]:
-    """Indexes of engines of an older revision to replace now, of those that stay.
+def to_replace(views: Sequence[EngineView], asked: set[int], replicas: int, rolling: RollingUpdate) -> set[int]:
+    """Indexes of engines to replace now, of those that stay: of an older revision, or because somebody asked.
 
     New engines that do not serve yet use up what may be unavailable: so a bad revision stops after the first ones.
     """
+    due = {view.record.index for view in views if view.outdated} | asked
     aside = {view.record.index for view in views if view.outdated and view.aside}
-    outdated = [view for view in views if view.outdated and view.answering and not view.aside]
-    new_missing = sum(not view.outdated and not view.serves for view in views)
+    outdated = [view for view in views if view.record.index in due and view.answering and not view.aside]
+    new_missing = sum(view.record.index not in due and not view.serves for view in views)
     budget = rolling.max_unavailable + max(len(views) - replicas, 0) - new_missing
     spare = sum(view.serves for view in views) - (replicas - rolling.max_unavailable)
     chosen: set[int] = set()

@@ -21,6 +21,7 @@ from rolloutfleet.api.names import (
 )
 from rolloutfleet.api.rollout_server import RouterSpec
 from rolloutfleet.api.server_group import ServerGroup
+from rolloutfleet.api.weight_labels import fleet_id, weight_label
 
 MULTI_VALUE_FLAGS = frozenset(
     {
@@ -85,7 +86,7 @@ def engine_arguments(group: ServerGroup, *, index: int, epoch: int, rank: int, b
         "port": str(ENGINE_PORT),
         "tp-size": str(engine.tensor_parallel),
         "pp-size": str(engine.pipeline_parallel),
-        "weight-version": str(INITIAL_WEIGHT_VERSION),
+        "weight-version": weight_label(INITIAL_WEIGHT_VERSION, fleet_id(group.server_uid)),
     }
     if spec.model.served_name is not None:
         ours["served-model-name"] = spec.model.served_name

@@ -19,6 +19,9 @@ DEFAULTS: dict[str, str] = {
     # The router registers through /health. With a generation in it, a paused engine would not answer, and SGLang would
     # then call itself unhealthy for good (measured, 0.5.23).
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    # Whoever asks for a token (our health check does) judges the answer himself: after 20 s without one SGLang would
+    # call itself unhealthy, also if the trainer has paused it meanwhile, and routers would drop it when it goes on.
+    "SGLANG_HEALTH_CHECK_TIMEOUT": "86400",
     # A cuMem setting that differs from the trainer's makes a broadcast of weights hang without a word.
     "NCCL_CUMEM_ENABLE": "0",
     # Engines start while the trainer still holds part of the GPUs: unequal free memory is no error then.

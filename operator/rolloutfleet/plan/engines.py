@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from enum import StrEnum
 
-from rolloutfleet.api.common import EnginePhase, RecoverySpec, Role
+from rolloutfleet.api.common import EnginePhase, Role
 from rolloutfleet.api.names import engine_name
-from rolloutfleet.api.server_group import EngineStatus, Failure
-from rolloutfleet.plan.observed import EnginePod, EngineProbe, Fleet, WorkerKind, parse_time
+from rolloutfleet.api.server_group import EngineStatus
+from rolloutfleet.api.weight_labels import belongs_elsewhere
+from rolloutfleet.plan.observed import EnginePod, EngineProbe, Fleet, WorkerKind
 from rolloutfleet.plan.training import Training
 
 
@@ -101,10 +102,6 @@ class EngineView:
 NO_PROBE = EngineProbe(answering=False)
 
 
-SILENCE = timedelta(seconds=360)
-"""A scheduler that hangs is ended by SGLang's own watchdog after 300 s; what is silent longer will not speak again."""
-
-
 def pods_by_life(pods: Iterable[EnginePod]) -> dict[tuple[int, int], tuple[EnginePod, ...]]:
     """The pods of each life, by (index, epoch) and in there by rank."""
     lives: dict[tuple[int, int], list[EnginePod]] = {}
@@ -118,35 +115,6 @@ def complete(pods: tuple[EnginePod, ...]) -> bool:
     return bool(pods) and len(pods) == pods[0].nodes
 
 
-def ended(
-    record: EngineStatus, pods: tuple[EnginePod, ...], recovery: RecoverySpec, now: datetime, answering: bool
-) -> Failure | None:
-    """Why this life of the engine is over, or None while it goes on. Any of its pods ends it: the ranks of a parallel
-    engine cannot be replaced one by one."""
-    for pod in pods:
-        if pod.trouble is not None and pod.trouble.ended:
-            return Failure(reason=pod.trouble.reason, message=pod.trouble.message, pod=pod.name)
-        if pod.deleting:
-            return Failure(reason="PodDeleted", message="the pod was deleted", pod=pod.name)
-    if record.pod_uid:  # all of them were there
-        if not complete(pods) or pods[0].rank != 0:
-            return Failure(reason="PodDeleted", message="a pod of it is gone", pod=record.pod)
-        if pods[0].uid != record.pod_uid:
-            return Failure(reason="PodDeleted", message="another pod took its name", pod=pods[0].name)
-    if answering:
-        return None
-    started, silent = started_at(pods), parse_time(record.silent_since)
-    if silent is not None and now - silent > SILENCE:
-        text = f"no answer for {SILENCE.seconds} s, although its container runs"
-        return Failure(reason="NotAnswering", message=text, pod=pods[0].name)
-    if started is not None and not record.started:
-        deadline = timedelta(seconds=recovery.startup_deadline_seconds)
-        if now - started > deadline:
-            text = f"not answering {recovery.startup_deadline_seconds} s after its container started"
-            return Failure(reason="StartupDeadlineExceeded", message=text, pod=pods[0].name)
-    return None
-
-
 def started_at(pods: tuple[EnginePod, ...]) -> datetime | None:
     """When the last of its containers started; None while one has not."""
     starts = [pod.running_since for pod in pods]
@@ -154,55 +122,22 @@ def started_at(pods: tuple[EnginePod, ...]) -> datetime | None:
     return max(known) if complete(pods) and len(known) == len(starts) else None
 
 
-HARMLESS_ENDS = frozenset(
-    {"PodDeleted", "MemoryUnknown", "Evicted", "Preempting", "TerminationByKubelet", "NodeShutdown", "Terminated"}
-)
-"""Ends that say nothing against the engine: the next life begins at once and no backoff grows."""
-
-
-def next_life(
-    record: EngineStatus, failure: Failure, epoch: int, recovery: RecoverySpec, now: datetime
-) -> EngineStatus:
-    """The record of the life after one that ended."""
-    stamp = now.isoformat(timespec="seconds")
-    blameless = failure.reason in HARMLESS_ENDS
-    failures = record.failures_in_row if blameless else record.failures_in_row + 1
-    pause = timedelta() if blameless else backoff(failures, recovery)
-    return EngineStatus(
-        index=record.index,
-        epoch=epoch,
-        revision=record.revision,
-        phase=EnginePhase.PENDING if blameless else EnginePhase.FAILED,
-        restarts=record.restarts + 1,
-        failures_in_row=failures,
-        retry_at="" if blameless else (now + pause).isoformat(timespec="seconds"),
-        last_failure=failure.model_copy(update={"time": stamp}),
-    )
-
-
-def backoff(failures: int, recovery: RecoverySpec) -> timedelta:
-    """initialSeconds, doubled with each further failure in a row, at most maxSeconds."""
-    seconds = recovery.backoff.initial_seconds * 2 ** min(max(failures - 1, 0), 30)
-    return timedelta(seconds=min(seconds, recovery.backoff.max_seconds))
-
-
-def waiting_for_retry(record: EngineStatus, now: datetime) -> bool:
-    retry_at = parse_time(record.retry_at)
-    return retry_at is not None and now < retry_at
-
-
 def weights_of(pod: EnginePod, probe: EngineProbe, expected: str, training: Training) -> Weights:
     """Label and checksum against the committed ones. The agent's verdict counts as a checksum; a label never does.
 
-    The verdict names a pod, and so one process; an external engine may be another one by now.
+    The verdict names a pod, and so one process; an external engine may be another one by now. A checksum that was read
+    after the verdict counts more: somebody has loaded other weights since.
     """
     if probe.facts is not None and probe.facts.role == "Encoder":
         return Weights.CURRENT  # it has the vision tower alone, which no update changes
-    if pod.identity in training.committed_pods and not pod.external:
+    if belongs_elsewhere(probe.label, training.fleet):
+        return Weights.BEHIND  # whoever has its address by now: no verdict is about that one
+    belied = bool(expected) and bool(probe.checksum) and probe.read_under == training.key and probe.checksum != expected
+    if pod.identity in training.committed_pods and not pod.external and not belied:
         return Weights.CURRENT
     if not probe.checksum or probe.read_under != training.key:
         return Weights.UNPROVED
-    if probe.label != str(training.version):
+    if not training.claimed_by(probe.label):
         return Weights.BEHIND
     if not expected:
         # Nobody has measured this version in this layout: the first engine that loaded it whole defines it.
@@ -211,14 +146,19 @@ def weights_of(pod: EnginePod, probe: EngineProbe, expected: str, training: Trai
     return Weights.CURRENT if probe.checksum == expected else Weights.BEHIND
 
 
-def phase_of(view: EngineView, fleet: Fleet, training: Training, now: datetime) -> tuple[EnginePhase, str, str]:
-    """(phase, reason, message): where the engine stands and, unless it serves, why."""
+def phase_of(
+    view: EngineView, fleet: Fleet, training: Training, *, resting: tuple[str, str], mass_failure: str
+) -> tuple[EnginePhase, str, str]:
+    """(phase, reason, message): where the engine stands and, unless it serves, why.
+
+    `resting`: why its next life does not begin yet; `mass_failure`: why nobody is replaced for silence.
+    """
     record, pod = view.record, view.pod
     if view.role == "Placeholder" and complete(view.pods) and started_at(view.pods) is not None:
         return EnginePhase.RESERVED, "", ""
     if pod is None or pod.ended or not complete(view.pods):
-        if waiting_for_retry(record, now) and record.last_failure is not None:
-            return EnginePhase.FAILED, record.last_failure.reason, record.last_failure.message
+        if resting[0]:
+            return EnginePhase.FAILED, *resting
         lives = engine_name(view.group, record.index, record.epoch)
         for name, refused in fleet.create_failures.items():
             if name == lives or name.startswith(f"{lives}-r"):  # its PodGroup or a pod of it
@@ -241,6 +181,8 @@ def phase_of(view: EngineView, fleet: Fleet, training: Training, now: datetime) 
     if not view.probe.answering:
         if pod.external:
             return EnginePhase.STARTING, "NotAnswering", f"no answer at {pod.url}; it is not ours to restart"
+        if record.started and mass_failure:
+            return EnginePhase.STARTING, "MassFailure", mass_failure
         if record.started:
             return (
                 EnginePhase.STARTING,
@@ -267,6 +209,9 @@ def _unready(view: EngineView, fleet: Fleet, training: Training) -> tuple[str, s
         problem = fleet.catch_up_failures.get(uid)
         if problem:
             return "CatchUpFailed", problem
+        if training.claimed_by(view.probe.label) and view.expected and view.probe.checksum:
+            sums = f"{view.probe.checksum[:12]} and not {view.expected[:12]}"
+            return "WrongWeights", f"says that it has version {training.version}, but its checksum is {sums}: loads it"
         return "WeightsBehind", f"loads version {training.version}"
     if view.weights is Weights.UNPROVED and (not view.acknowledged or identity in training.distrusted_pods):
         return "WeightsUnproved", "its weights checksum is being read"

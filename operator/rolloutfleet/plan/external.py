@@ -12,6 +12,7 @@ from datetime import datetime
 from rolloutfleet.api.common import EngineFacts
 from rolloutfleet.api.names import INITIAL_WEIGHT_VERSION, engine_pod_name
 from rolloutfleet.api.server_group import EngineStatus, Failure, ServerGroup
+from rolloutfleet.api.weight_labels import parse_label
 from rolloutfleet.plan.epochs import Epochs
 from rolloutfleet.plan.observed import EnginePod, EngineProbe, canonical_url, external_uid
 
@@ -90,15 +91,15 @@ def misfit(group: ServerGroup, url: str, probe: EngineProbe, *, pairs: bool) -> 
         kind = "pairs prefill and decode engines" if pairs else "does not pair"
         return "RoleMismatch", f"it is a {facts.role} engine, but the router of this fleet {kind}"
     expected = model_path(group, url)
-    # A digit label was given by us or by another trainer: where the weights came from then is no question.
-    if probe.model_path and not probe.label.isdigit() and probe.model_path != expected:
+    # A label with a version was given by us or by another trainer: where the weights came from then is no question.
+    if probe.model_path and parse_label(probe.label) is None and probe.model_path != expected:
         return "ModelMismatch", f"it was started with {probe.model_path}, this fleet has {expected} there"
     return "", ""
 
 
 def adoptable(probe: EngineProbe, version: int) -> bool:
     """It holds the model as it was started with, which is version 0, and only its label does not say so yet."""
-    return version == INITIAL_WEIGHT_VERSION and bool(probe.model_path) and not probe.label.isdigit()
+    return version == INITIAL_WEIGHT_VERSION and bool(probe.model_path) and parse_label(probe.label) is None
 
 
 def model_path(group: ServerGroup, url: str) -> str:

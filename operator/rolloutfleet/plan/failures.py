@@ -14,6 +14,8 @@ from rolloutfleet.api.names import ENGINE_CONTAINER
 
 MESSAGE_LIMIT = 400
 """Characters of a message that status keeps."""
+LOG_LIMIT = 1024
+"""Characters of a dead engine's log that status keeps."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Trouble:
     reason: str
     message: str
     ended: bool = False
+    log: str = ""
+    """The end of what the container wrote."""
 
 
 _WAITING_REASONS = {"ErrImagePull": "ImagePullBackOff"}  # the kubelet alternates between the two
@@ -52,6 +56,14 @@ def pod_trouble(pod: Mapping[str, Any]) -> Trouble | None:
         terminated = (container.get("state") or {}).get("terminated")
         if terminated and container["name"] == ENGINE_CONTAINER:
             return _terminated(terminated)
+    return None
+
+
+def disruption(pod: Mapping[str, Any]) -> Trouble | None:
+    """Who ends this pod although it did nothing wrong: an eviction, a preemption, a lost node (KEP-3329)."""
+    for condition in (pod.get("status") or {}).get("conditions") or []:
+        if condition.get("type") == "DisruptionTarget" and condition.get("status") == "True":
+            return Trouble(condition.get("reason") or "Disrupted", shorten(condition.get("message") or ""), ended=True)
     return None
 
 
@@ -89,12 +101,14 @@ def _ended(status: Mapping[str, Any]) -> Trouble:
 def _terminated(terminated: Mapping[str, Any]) -> Trouble:
     code = terminated.get("exitCode")
     if terminated.get("reason") == "OOMKilled":
-        return Trouble("OOMKilled", f"killed for memory (exit code {code})", ended=True)
+        log = (terminated.get("message") or "")[-LOG_LIMIT:]
+        return Trouble("OOMKilled", f"killed for memory (exit code {code})", ended=True, log=log)
     if terminated.get("reason") in ("StartError", "ContainerCannotRun"):
         return Trouble(terminated["reason"], shorten(terminated.get("message") or ""), ended=True)
-    cause = cause_in_log(terminated.get("message") or "")
+    log = terminated.get("message") or ""
+    cause = cause_in_log(log)
     text = f"exit code {code}" + (f": {cause}" if cause else "")
-    return Trouble("EngineExited", shorten(text), ended=True)
+    return Trouble("EngineExited", shorten(text), ended=True, log=log[-LOG_LIMIT:])
 
 
 def cause_in_log(tail: str) -> str:

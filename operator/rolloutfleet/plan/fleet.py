@@ -1,7 +1,8 @@
 """The whole plan of one fleet, top to bottom. Order matters: actions are performed one by one, as listed.
 
-1. Routers forget engines that must not serve. 2. Statuses record new epochs. 3. Pods are deleted and created.
-4. Routers learn engines that may serve. 5. Gates, proofs and catch-ups. 6. The server's status, events.
+1. Routers forget engines that must not serve. 2. Objects around the engines. 3. Statuses record new epochs. 4. Pods are
+deleted and created. 5. Routers learn engines that may serve. 6. Gates, proofs and catch-ups. 7. The server's status,
+events.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from datetime import datetime, timedelta
 
 from rolloutfleet.api.names import INITIAL_WEIGHT_VERSION
 from rolloutfleet.api.schema import Model, Resource
+from rolloutfleet.api.weight_labels import parse_label
 from rolloutfleet.plan.actions import (
     Action,
     Adopt,
@@ -25,14 +27,16 @@ from rolloutfleet.plan.actions import (
     Verify,
 )
 from rolloutfleet.plan.changes import drain_step
+from rolloutfleet.plan.disruption import disruption_budgets
 from rolloutfleet.plan.encoders import table_changes, with_encoders
 from rolloutfleet.plan.engines import EngineView, Weights, started_at
 from rolloutfleet.plan.external import adoptable
 from rolloutfleet.plan.groups import GroupPlan, GroupView, look_at, plan_group
 from rolloutfleet.plan.membership import Membership, membership_of, serves, table_actions, table_complete
-from rolloutfleet.plan.objects import Defaults, child_actions
+from rolloutfleet.plan.objects import Defaults, child_actions, disaggregated, wanted_children
 from rolloutfleet.plan.observed import Fleet, parse_time
 from rolloutfleet.plan.pairing import pair_checks, with_pairing
+from rolloutfleet.plan.recovery import NODE_SILENCE, force_moments, mass_failure_of
 from rolloutfleet.plan.status import group_events, group_status, routable, server_events, server_status
 from rolloutfleet.plan.training import Training, training_of
 
@@ -49,13 +53,21 @@ def plan_fleet(fleet: Fleet, *, defaults: Defaults, applied_versions: Mapping[st
     groups = [group for group in fleet.groups if not group.metadata.get("deletionTimestamp")]
     seen = [look_at(group, fleet, training, now) for group in groups]
     peers = with_pairing(with_encoders([view for group in seen for view in group.engines]))
-    plans = [plan_group(_paired(group, peers), peers, fleet, training, defaults, now) for group in seen]
+    recoveries = {group.group.name: group.group.spec.recovery for group in seen}
+    mass_failure = mass_failure_of([(view, recoveries[view.group]) for view in peers])
+    plans = [
+        plan_group(_paired(group, peers), peers, fleet, training, defaults, now, mass_failure=mass_failure)
+        for group in seen
+    ]
     engines = [view for plan in plans for view in plan.engines]
     membership = membership_of(engines, training)
 
-    actions = child_actions(fleet, defaults, applied_versions)
     tables = table_actions(fleet.router_pods, membership, training)
-    actions += [action for action in tables if isinstance(action, Deregister)]
+    actions: list[Action] = [action for action in tables if isinstance(action, Deregister)]
+
+    objects = wanted_children(fleet.server, defaults, pairs=disaggregated(fleet.server, fleet.groups))
+    objects += disruption_budgets(fleet.server, groups, held=training.held)
+    actions += child_actions(fleet, objects, applied_versions)
 
     statuses = [(plan, group_status(plan, training, now)) for plan in plans]
     for plan, status in statuses:
@@ -151,9 +163,17 @@ def _engine_work(view: EngineView, fleet: Fleet, training: Training, now: dateti
         return []
     if not view.fits:
         return []
-    if pod.external and adoptable(view.probe, training.version):
-        return [Adopt(pod_uid=pod.uid, url=pod.url, version=training.version, training_key=training.key)]
-    if view.weights is Weights.UNPROVED:
+    if (pod.external and adoptable(view.probe, training.version)) or _unsigned(view, training):
+        return [
+            Adopt(
+                pod_uid=pod.uid,
+                url=pod.url,
+                version=training.version,
+                fleet=training.fleet,
+                training_key=training.key,
+            )
+        ]
+    if view.weights is Weights.UNPROVED or (view.weights is Weights.CURRENT and view.probe.recheck):
         return [Verify(pod_uid=pod.uid, url=pod.url, training_key=training.key)]
     if view.weights is Weights.BEHIND and not view.listed:
         return [
@@ -162,6 +182,7 @@ def _engine_work(view: EngineView, fleet: Fleet, training: Training, now: dateti
                 url=pod.url,
                 path=view.initial_path if training.version == INITIAL_WEIGHT_VERSION else training.path,
                 version=training.version,
+                fleet=training.fleet,
                 expected=view.expected,
                 training_key=training.key,
             )
@@ -171,12 +192,21 @@ def _engine_work(view: EngineView, fleet: Fleet, training: Training, now: dateti
     return []
 
 
+def _unsigned(view: EngineView, training: Training) -> bool:
+    """Its weights are the fleet's, and its label is the plain number of an operator that did not sign yet: agents do
+    not know its answers as ours."""
+    return view.weights is Weights.CURRENT and parse_label(view.probe.label) == (training.version, "")
+
+
 def _wake_up(
     engines: Sequence[EngineView], plans: Sequence[GroupPlan], training: Training, now: datetime
 ) -> list[Action]:
     """The next moment at which time alone changes the plan."""
     moments = [parse_time(view.record.retry_at) for view in engines if view.pod is None]
+    silences = [parse_time(view.record.silent_since) for view in engines]
+    moments += [since + NODE_SILENCE for since in silences if since is not None]
     for plan in plans:
+        moments += force_moments(plan.pods, plan.group.spec.recovery)
         deadline = timedelta(seconds=plan.group.spec.recovery.startup_deadline_seconds + 1)
         starts = [started_at(view.pods) for view in plan.engines if not view.answering]
         moments += [start + deadline for start in starts if start is not None]

@@ -14,8 +14,9 @@ from typing import Any
 from rolloutfleet.api.common import EnginePhase
 from rolloutfleet.api.names import engine_name
 from rolloutfleet.api.server_group import EngineStatus, Failure, MeasuredWeights, ServerGroup
+from rolloutfleet.api.weight_labels import belongs_elsewhere, fleet_id
 from rolloutfleet.plan.actions import Action, CreatePod, CreatePodGroup, DeleteObject, DeletePod
-from rolloutfleet.plan.changes import drain_until, drained, engines_wanted, free_indexes, outdated_to_replace, surplus
+from rolloutfleet.plan.changes import drain_until, drained, engines_wanted, free_indexes, surplus, to_replace
 from rolloutfleet.plan.engine_pod import engine_pod
 from rolloutfleet.plan.engines import (
     NO_PROBE,
@@ -23,21 +24,21 @@ from rolloutfleet.plan.engines import (
     Pairing,
     Weights,
     complete,
-    ended,
-    next_life,
     phase_of,
     pods_by_life,
-    waiting_for_retry,
     weights_of,
 )
 from rolloutfleet.plan.epochs import Epochs
 from rolloutfleet.plan.external import external_pod, external_records, misfit, model_path, wanted_urls
 from rolloutfleet.plan.gang import gang_api, pod_group
+from rolloutfleet.plan.history import chronicled
 from rolloutfleet.plan.membership import acknowledged_everywhere, listed_anywhere
 from rolloutfleet.plan.objects import Defaults, disaggregated
 from rolloutfleet.plan.observed import EnginePod, EngineProbe, Fleet, external_uid
 from rolloutfleet.plan.overlay import OverlayError
 from rolloutfleet.plan.pairing import OTHER, peer_revisions, stuck
+from rolloutfleet.plan.recovery import end_of_life, next_life, rests, resumed, silence, to_force
+from rolloutfleet.plan.requests import Requests, requests_of
 from rolloutfleet.plan.revision import group_revision
 from rolloutfleet.plan.training import Training, expected_checksum
 
@@ -52,6 +53,7 @@ class GroupView:
     engines: tuple[EngineView, ...]
     epochs: Epochs
     measured: tuple[MeasuredWeights, ...]
+    requests: Requests
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,9 @@ class GroupPlan:
     last_epoch: int
     measured: tuple[MeasuredWeights, ...]
     pod_actions: tuple[Action, ...]
+    pods: tuple[EnginePod, ...]
+    """As they are, before `pod_actions`."""
+    requests: Requests
     invalid: str = ""
     """Why no pod can be built from the spec."""
 
@@ -93,6 +98,7 @@ def look_at(group: ServerGroup, fleet: Fleet, training: Training, now: datetime)
         ),
         epochs=epochs,
         measured=measured,
+        requests=requests_of(group),
     )
 
 
@@ -103,8 +109,10 @@ def plan_group(
     training: Training,
     defaults: Defaults,
     now: datetime,
+    *,
+    mass_failure: str,
 ) -> GroupPlan:
-    """`peers`: the engines of all groups, this one's among them."""
+    """`peers`: the engines of all groups, this one's among them; `mass_failure`: why nobody is replaced for silence."""
     group = seen.group
     invalid = _invalid(group, defaults)
     removed, replaced = _going(seen, training)
@@ -114,16 +122,18 @@ def plan_group(
         view = _leaving(view, going, group, now)
         if view.record.index in removed and drained(view, now):
             continue  # its record goes, and with it its pods
-        engines.append(_next(view, seen, peers, training, now))
+        engines.append(_next(view, seen, peers, training, now, mass_failure))
 
     pod_actions = _pods(seen, engines, fleet, defaults, now, invalid) + _finished_gangs(seen, engines, fleet)
-    engines = [_with_phase(view, fleet, training, now, invalid) for view in engines]
+    engines = [_with_phase(view, group, fleet, training, now, invalid, mass_failure) for view in engines]
     return GroupPlan(
         group=group,
         engines=tuple(engines),
         last_epoch=seen.epochs.last,
         measured=seen.measured,
         pod_actions=tuple(pod_actions),
+        pods=seen.pods,
+        requests=seen.requests,
         invalid=invalid,
     )
 
@@ -149,7 +159,8 @@ def _going(seen: GroupView, training: Training) -> tuple[set[int], set[int]]:
     if training.held:
         return removed, set()
     staying = [view for view in seen.engines if view.record.index not in removed]
-    return removed, outdated_to_replace(staying, group.spec.replicas, group.spec.rolling_update)
+    asked = {view.record.index for view in staying if seen.requests.restarts(view.record)}
+    return removed, to_replace(staying, asked, group.spec.replicas, group.spec.rolling_update)
 
 
 def _measured(
@@ -201,6 +212,9 @@ def _look(
 
 
 def _misfit(group: ServerGroup, record: EngineStatus, probe: EngineProbe, fleet: Fleet) -> tuple[str, str]:
+    ours = fleet_id(fleet.server.uid)
+    if belongs_elsewhere(probe.label, ours):
+        return "OtherFleet", f"its weights are labelled {probe.label}: it belongs to another fleet, ours is @{ours}"
     if group.spec.external is not None:
         return misfit(group, record.url, probe, pairs=disaggregated(fleet.server, fleet.groups))
     if probe.facts is not None and probe.facts.role != group.spec.role:
@@ -215,18 +229,26 @@ def _leaving(view: EngineView, leaving: bool, group: ServerGroup, now: datetime)
 
 
 def _next(
-    view: EngineView, seen: GroupView, peers: Sequence[EngineView], training: Training, now: datetime
+    view: EngineView,
+    seen: GroupView,
+    peers: Sequence[EngineView],
+    training: Training,
+    now: datetime,
+    mass_failure: str,
 ) -> EngineView:
     """The engine with the life that it should have: this one, or a new one."""
     if seen.group.spec.external is not None:
         return _external_next(view)
     record, recovery = view.record, seen.group.spec.recovery
-    answering = view.probe.answering or view.role == "Placeholder"  # that one answers nobody
-    failure = ended(record, view.pods, recovery, now, answering) or stuck(view, peers)
+    failure = end_of_life(view, recovery, now, held=training.held, mass_failure=mass_failure) or stuck(view, peers)
     if view.pod is not None and view.pod.identity in training.ambiguous_pods:
         text = "the trainer died while it released or resumed this engine's memory"
         failure = failure or Failure(reason="MemoryUnknown", message=text, pod=view.pod.name)
-    if view.outdated and (not view.answering or (view.leaving and drained(view, now))):
+    free_to_go = not view.answering or (view.leaving and drained(view, now))
+    if view.pods and seen.requests.restarts(record) and free_to_go:
+        asked = Failure(reason="RestartRequested", message="somebody asked for it", pod=record.pod)
+        failure = failure or asked
+    if view.outdated and free_to_go:
         # A changed spec may cure whatever failed: no backoff, and nothing counts as a failure.
         fresh = EngineStatus(
             index=record.index,
@@ -237,7 +259,9 @@ def _next(
         )
         return _reborn(view, fresh)
     if failure is not None:
-        return _reborn(view, next_life(record, failure, seen.epochs.next(), recovery, now))
+        return _reborn(view, next_life(record, failure, seen.epochs.next(), seen.group, now))
+    if seen.requests.resumes(record) and not view.pods:
+        record = resumed(record)
     if view.pod is not None and complete(view.pods):
         record = record.model_copy(
             update={
@@ -245,18 +269,10 @@ def _next(
                 "pod_uid": view.pod.uid,
                 "url": view.pod.url,
                 "retry_at": "",
-                **_heard(view, now),
-                "failures_in_row": 0 if view.serves else record.failures_in_row,
+                **silence(view, now),
             }
         )
     return replace(view, record=record)
-
-
-def _heard(view: EngineView, now: datetime) -> dict[str, Any]:
-    if view.probe.answering:
-        return {"started": True, "silent_since": ""}
-    since = view.record.silent_since or (now.isoformat(timespec="seconds") if view.record.started else "")
-    return {"silent_since": since}
 
 
 def _external_next(view: EngineView) -> EngineView:
@@ -295,7 +311,8 @@ def _pods(
         return []
     actions: list[Action] = []
     keep = {pod.uid for view in engines for pod in view.pods}
-    resting = {view.record.index for view in engines if waiting_for_retry(view.record, now)}
+    recovery = seen.group.spec.recovery
+    resting = {view.record.index for view in engines if rests(view.record, recovery, now)[0]}
     newest_ended = {
         index: max((pod.epoch for pod in seen.pods if pod.index == index and pod.ended), default=0) for index in resting
     }
@@ -305,6 +322,7 @@ def _pods(
         evidence = pod.ended and newest_ended.get(pod.index) == pod.epoch
         if not evidence:  # the last failed pod stays for diagnosis until its successor starts
             actions.append(DeletePod(name=pod.name, uid=pod.uid))
+    actions += [DeletePod(name=pod.name, uid=pod.uid, force=True) for pod in to_force(seen.pods, recovery, now)]
     peers = peer_revisions(seen.group.spec.role, fleet.groups)
     for view in engines:
         if invalid or view.record.index in resting or view.outdated:
@@ -334,8 +352,17 @@ def _finished_gangs(seen: GroupView, engines: Sequence[EngineView], fleet: Fleet
     ]
 
 
-def _with_phase(view: EngineView, fleet: Fleet, training: Training, now: datetime, invalid: str) -> EngineView:
-    phase, reason, message = phase_of(view, fleet, training, now)
+def _with_phase(
+    view: EngineView,
+    group: ServerGroup,
+    fleet: Fleet,
+    training: Training,
+    now: datetime,
+    invalid: str,
+    mass_failure: str,
+) -> EngineView:
+    resting = rests(view.record, group.spec.recovery, now)
+    phase, reason, message = phase_of(view, fleet, training, resting=resting, mass_failure=mass_failure)
     if invalid and view.pod is None:
         phase, reason, message = EnginePhase.PENDING, "InvalidTemplate", invalid
     holds = view.weights is Weights.CURRENT and view.pod is not None and view.role != "Encoder"
@@ -343,4 +370,5 @@ def _with_phase(view: EngineView, fleet: Fleet, training: Training, now: datetim
     record = view.record.model_copy(
         update={"phase": phase, "reason": reason, "message": message, "weight_version": version}
     )
-    return replace(view, record=record)
+    view = replace(view, record=record)
+    return replace(view, record=chronicled(view, now))

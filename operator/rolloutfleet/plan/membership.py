@@ -49,7 +49,7 @@ def membership_of(engines: Iterable[EngineView], training: Training) -> Membersh
             wanted[pod.url] = engine.worker
         elif (
             engine.weights is Weights.UNPROVED
-            and engine.probe.label in ("", str(training.version))
+            and (not engine.probe.label or training.claimed_by(engine.probe.label))
             and pod.identity not in training.distrusted_pods
         ):
             # It was listed on proof; an operator that has just started reads the checksum again meanwhile.

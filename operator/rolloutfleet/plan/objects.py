@@ -49,13 +49,14 @@ class Defaults:
     """Where engines and routers listen; `::` in a cluster whose pods have IPv6 addresses."""
 
 
-CHILD_KINDS = ("ServerGroup", "Deployment", "Service", "Role", "RoleBinding", "Lease")
+CHILD_KINDS = ("ServerGroup", "Deployment", "Service", "Role", "RoleBinding", "Lease", "PodDisruptionBudget")
 
 
-def child_actions(fleet: Fleet, defaults: Defaults, applied_versions: Mapping[str, str]) -> list[Action]:
+def child_actions(
+    fleet: Fleet, wanted_objects: Iterable[Mapping[str, Any]], applied_versions: Mapping[str, str]
+) -> list[Action]:
     """Apply what differs from what is wanted, delete what is not wanted any more."""
-    pairs = disaggregated(fleet.server, fleet.groups)
-    wanted = {_key(manifest): manifest for manifest in wanted_children(fleet.server, defaults, pairs=pairs)}
+    wanted = {_key(manifest): manifest for manifest in map(_stamped, wanted_objects)}
     actions: list[Action] = []
     for key, manifest in wanted.items():
         found = fleet.children.get(key)
@@ -80,7 +81,7 @@ def wanted_children(server: RolloutServer, defaults: Defaults, *, pairs: bool) -
     children += [_lease(server), _role(server)]
     if server.spec.trainers.service_accounts:
         children.append(_role_binding(server))
-    return [_stamped(child) for child in children]
+    return children
 
 
 def _key(manifest: Mapping[str, Any]) -> str:
@@ -109,7 +110,10 @@ def version_of(found: Mapping[str, Any]) -> str:
 def places(server: RolloutServer) -> set[str]:
     """`Kind/name` of every object that the server wants to have."""
     anyhow = Defaults(router_image="", placeholder_image="")
-    return {_key(child) for child in wanted_children(server, anyhow, pairs=False)}
+    budgets = (*server.server_groups, router_name(server.name))
+    return {_key(child) for child in wanted_children(server, anyhow, pairs=False)} | {
+        f"PodDisruptionBudget/{name}" for name in budgets
+    }
 
 
 def _revision(manifest: Mapping[str, Any]) -> str:
@@ -138,14 +142,14 @@ def contains(found: Any, wanted: Any) -> bool:
     return bool(found == wanted) or (wanted == {} and found is None)
 
 
-def _stamped(manifest: dict[str, Any]) -> dict[str, Any]:
-    metadata = manifest["metadata"]
+def _stamped(manifest: Mapping[str, Any]) -> dict[str, Any]:
     intent = {key: value for key, value in manifest.items() if key != "metadata"}
-    metadata["annotations"] = {ANNOTATION_REVISION: digest(intent)}
-    return manifest
+    metadata = {**manifest["metadata"], "annotations": {ANNOTATION_REVISION: digest(intent)}}
+    return {**manifest, "metadata": metadata}
 
 
-def _metadata(server: RolloutServer, name: str, **labels: str) -> dict[str, Any]:
+def metadata_of(server: RolloutServer, name: str, **labels: str) -> dict[str, Any]:
+    """Of an object that the server owns."""
     return {
         "name": name,
         "namespace": server.namespace,
@@ -205,7 +209,7 @@ def _group_object(server: RolloutServer, name: str, spec: dict[str, Any]) -> dic
     return {
         "apiVersion": API_VERSION,
         "kind": "ServerGroup",
-        "metadata": _metadata(server, server_group_name(server.name, name)),
+        "metadata": metadata_of(server, server_group_name(server.name, name)),
         "spec": spec,
     }
 
@@ -216,7 +220,7 @@ def _ranks_service(server: RolloutServer, group: GroupSpec) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": _metadata(server, ranks_service_name(name)),
+        "metadata": metadata_of(server, ranks_service_name(name)),
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
@@ -247,7 +251,7 @@ def encodes_apart(server: RolloutServer) -> bool:
     return any(group.role == "Encoder" for group in server.spec.groups)
 
 
-def _router_labels(server: RolloutServer) -> dict[str, str]:
+def router_labels(server: RolloutServer) -> dict[str, str]:
     return {LABEL_SERVER: server.name, LABEL_COMPONENT: COMPONENT_ROUTER}
 
 
@@ -255,9 +259,9 @@ def _router_service(server: RolloutServer) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": _metadata(server, router_name(server.name)),
+        "metadata": metadata_of(server, router_name(server.name)),
         "spec": {
-            "selector": _router_labels(server),
+            "selector": router_labels(server),
             "ports": [{"name": "http", "port": ROUTER_PORT, "targetPort": "http", "protocol": "TCP"}],
         },
     }
@@ -296,12 +300,12 @@ def _router_deployment(server: RolloutServer, defaults: Defaults, *, pairs: bool
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": _metadata(server, router_name(server.name), **{LABEL_COMPONENT: COMPONENT_ROUTER}),
+        "metadata": metadata_of(server, router_name(server.name), **{LABEL_COMPONENT: COMPONENT_ROUTER}),
         "spec": {
             "replicas": router.replicas,
-            "selector": {"matchLabels": _router_labels(server)},
+            "selector": {"matchLabels": router_labels(server)},
             "template": {
-                "metadata": {"labels": {**_router_labels(server), LABEL_MANAGED_BY: MANAGED_BY}},
+                "metadata": {"labels": {**router_labels(server), LABEL_MANAGED_BY: MANAGED_BY}},
                 "spec": {
                     "enableServiceLinks": False,
                     "automountServiceAccountToken": False,
@@ -321,7 +325,7 @@ def _lease(server: RolloutServer) -> dict[str, Any]:
     return {
         "apiVersion": "coordination.k8s.io/v1",
         "kind": "Lease",
-        "metadata": _metadata(server, trainer_name(server.name)),
+        "metadata": metadata_of(server, trainer_name(server.name)),
     }
 
 
@@ -329,7 +333,7 @@ def _role(server: RolloutServer) -> dict[str, Any]:
     return {
         "apiVersion": "rbac.authorization.k8s.io/v1",
         "kind": "Role",
-        "metadata": _metadata(server, trainer_name(server.name)),
+        "metadata": metadata_of(server, trainer_name(server.name)),
         "rules": [
             {
                 "apiGroups": [GROUP],
@@ -364,7 +368,7 @@ def _role_binding(server: RolloutServer) -> dict[str, Any]:
     return {
         "apiVersion": "rbac.authorization.k8s.io/v1",
         "kind": "RoleBinding",
-        "metadata": _metadata(server, trainer_name(server.name)),
+        "metadata": metadata_of(server, trainer_name(server.name)),
         "roleRef": {
             "apiGroup": "rbac.authorization.k8s.io",
             "kind": "Role",

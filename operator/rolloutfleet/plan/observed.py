@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from enum import StrEnum
 from typing import Any
 
 from rolloutfleet.api.common import EngineFacts
@@ -30,8 +31,17 @@ from rolloutfleet.api.names import (
 )
 from rolloutfleet.api.rollout_server import RolloutServer
 from rolloutfleet.api.server_group import ServerGroup
-from rolloutfleet.plan.failures import Trouble, pod_trouble
+from rolloutfleet.plan.failures import Trouble, disruption, pod_trouble
 from rolloutfleet.plan.gang import gang_of_pod
+
+
+class NodeState(StrEnum):
+    """What Kubernetes says of a pod's node."""
+
+    READY = "Ready"
+    NOT_READY = "NotReady"
+    """Its kubelet has been silent for long enough (about 50 s by default), or says so itself."""
+    GONE = "Gone"
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,13 @@ class EnginePod:
     trouble: Trouble | None
     gate: bool | None
     """The Routable condition as it stands; None if never set."""
+    deletion_due: datetime | None = None
+    """Of a pod that is being deleted: when its grace period ends."""
+    disruption: Trouble | None = None
+    """Who ends it although it did nothing wrong."""
+    node: str = ""
+    """Name of its node; empty until it has one."""
+    node_state: NodeState = NodeState.READY
     gang: str = ""
     """apiVersion of the PodGroup by which it is placed together with its engine's other pods; empty if in none."""
     external: bool = False
@@ -76,7 +93,7 @@ class EnginePod:
 
     @property
     def alive(self) -> bool:
-        return not self.ended and not self.deleting
+        return not (self.ended or self.deleting or self.disruption or self.node_state is NodeState.GONE)
 
 
 @dataclass(frozen=True)
@@ -108,6 +125,10 @@ class EngineProbe:
     pair_failures: Mapping[str, int] = field(default_factory=dict)
     """Requests in a row that failed, by UID of the peer pod."""
     pair_error: str = ""
+    unhealthy: int = 0
+    """Health checks in a row without an answer, while nobody held the engine."""
+    recheck: bool = False
+    """Its weights are due to be read again, although nothing says that they changed."""
     drained: str = ""
     """`drainUntil` of the drain in which its last request ended; void for any later drain."""
     load: int = field(default=0, compare=False)
@@ -208,7 +229,8 @@ class Fleet:
     """Ours, by name."""
 
 
-def engine_pod(pod: Mapping[str, Any]) -> EnginePod:
+def engine_pod(pod: Mapping[str, Any], nodes: Mapping[str, bool] | None = None) -> EnginePod:
+    """`nodes`: readiness of every node of the cluster; None while that is not known."""
     metadata, status = pod["metadata"], pod.get("status") or {}
     labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
     return EnginePod(
@@ -226,10 +248,30 @@ def engine_pod(pod: Mapping[str, Any]) -> EnginePod:
         scheduled=_condition(status, "PodScheduled") is True,
         running_since=_running_since(status, ENGINE_CONTAINER),
         deleting=bool(metadata.get("deletionTimestamp")),
+        deletion_due=parse_time(metadata.get("deletionTimestamp") or ""),
+        disruption=disruption(pod),
         trouble=pod_trouble(pod),
         gate=_condition(status, GATE_ROUTABLE),
+        node=node_of(pod),
+        node_state=_node_state(node_of(pod), nodes),
         gang=gang_of_pod(metadata),
     )
+
+
+def node_of(pod: Mapping[str, Any]) -> str:
+    return str((pod.get("spec") or {}).get("nodeName") or "")
+
+
+def node_ready(node: Mapping[str, Any]) -> bool:
+    return _condition(node.get("status") or {}, "Ready") is True
+
+
+def _node_state(name: str, nodes: Mapping[str, bool] | None) -> NodeState:
+    if not name or nodes is None:
+        return NodeState.READY
+    if name not in nodes:
+        return NodeState.GONE
+    return NodeState.READY if nodes[name] else NodeState.NOT_READY
 
 
 def pod_group(body: Mapping[str, Any]) -> PodGroup:

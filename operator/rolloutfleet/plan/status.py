@@ -69,6 +69,9 @@ def group_status(plan: GroupPlan, training: Training, now: datetime) -> ServerGr
         ready = _condition("Ready", "True", SERVING, f"{serving}/{desired} engines routable")
     else:
         ready = _condition("Ready", "False", *_explain(group.name, problem, serving, desired))
+    conditions = [ready]
+    if plan.requests.unreadable:
+        conditions.append(_condition("RequestRefused", "True", "UnreadableRequest", plan.requests.unreadable))
     computed = {
         "observed_generation": group.generation,
         "replicas": sum(view.pod is not None for view in engines),
@@ -78,7 +81,7 @@ def group_status(plan: GroupPlan, training: Training, now: datetime) -> ServerGr
         "weight_version": training.version if serving and group.spec.role != "Encoder" else None,
         "last_epoch": plan.last_epoch,
         "measured": plan.measured,
-        "conditions": _stamp([ready], group.status.conditions, group.generation, now),
+        "conditions": _stamp(conditions, group.status.conditions, group.generation, now),
         "engines": tuple(view.record for view in engines),
     }
     return group.status.model_copy(update=computed)
@@ -230,9 +233,12 @@ _SEVERITY = {
 def worst(engines: Iterable[EngineView]) -> EngineView | None:
     """The engine whose reason explains best why the group does not serve in full."""
     ill = [view for view in engines if view.record.phase not in (EnginePhase.SERVING, EnginePhase.RESERVED)]
-    return min(
-        ill, key=lambda view: (not _is_news(view.record), _SEVERITY[view.record.phase], view.record.index), default=None
-    )
+    return min(ill, key=lambda view: worst_first(view.record), default=None)
+
+
+def worst_first(record: EngineStatus) -> tuple[bool, int, int]:
+    """Sort key of the engines of a group: trouble before what heals by itself, and what serves last."""
+    return not _is_news(record), _SEVERITY[record.phase], record.index
 
 
 def _explain(group: str, view: EngineView | None, serving: int, desired: int) -> tuple[str, str]:

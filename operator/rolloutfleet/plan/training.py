@@ -8,6 +8,7 @@ from datetime import datetime
 from rolloutfleet.api.names import INITIAL_WEIGHT_VERSION
 from rolloutfleet.api.rollout_server import TrainingStatus, WeightsPhase
 from rolloutfleet.api.server_group import ServerGroup
+from rolloutfleet.api.weight_labels import claims, fleet_id
 from rolloutfleet.plan.observed import Fleet, parse_time
 
 
@@ -15,6 +16,8 @@ from rolloutfleet.plan.observed import Fleet, parse_time
 class Training:
     """The fleet's weights, and whether the trainer holds the engines right now."""
 
+    fleet: str
+    """By what name labels of weights know it."""
     version: int
     path: str
     held: bool
@@ -37,6 +40,10 @@ class Training:
     key: str
     """Changes whenever anything may have changed an engine's weights: what was read under another key is void."""
 
+    def claimed_by(self, label: str) -> bool:
+        """An engine with this label says that it holds the committed weights."""
+        return claims(label, self.version, self.fleet)
+
 
 def training_of(fleet: Fleet, now: datetime) -> Training:
     status = fleet.server.status.training or TrainingStatus()
@@ -54,6 +61,7 @@ def training_of(fleet: Fleet, now: datetime) -> Training:
     verdicts = weights.engines if weights and not updating else ()
     version = weights.version if weights else INITIAL_WEIGHT_VERSION
     return Training(
+        fleet=fleet_id(fleet.server.uid),
         version=version,
         path=(weights.path if weights else "") or fleet.server.spec.model.path,
         held=held,

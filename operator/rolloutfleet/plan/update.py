@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rolloutfleet.api.common import Role
 from rolloutfleet.api.rollout_server import EngineVerdict, GroupChecksum
+from rolloutfleet.api.weight_labels import claims, weight_label
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,19 @@ class Outcome:
 
 
 def outcome_of(
-    aftermath: Sequence[Aftermath], *, target: int, previous: int, previous_checksums: Sequence[GroupChecksum]
+    aftermath: Sequence[Aftermath],
+    *,
+    fleet: str,
+    target: int,
+    previous: int,
+    previous_checksums: Sequence[GroupChecksum],
 ) -> Outcome:
     """The target is committed if at least one engine holds it; a group's engines must agree on the checksum.
 
     If none does, the previous version stays, and engines that provably still hold it are survivors.
     """
-    loaded = [entry for entry in aftermath if not entry.error and entry.label == str(target) and entry.checksum]
+    label = weight_label(target, fleet)
+    loaded = [entry for entry in aftermath if not entry.error and entry.label == label and entry.checksum]
     agreed = _majorities(loaded)
     holding = [entry for entry in loaded if entry.checksum == agreed[_layout(entry)]]
     if holding:
@@ -64,7 +71,7 @@ def outcome_of(
     kept = [
         entry
         for entry in aftermath
-        if entry.label == str(previous) and entry.checksum and entry.checksum == known.get(_layout(entry))
+        if claims(entry.label, previous, fleet) and entry.checksum and entry.checksum == known.get(_layout(entry))
     ]
     return _outcome(aftermath, kept, previous, committed=False, checksums=tuple(previous_checksums))
 

@@ -18,6 +18,7 @@ ENGINE: dict[tuple[str, str], Any] = {
     ("GET", "/ping"): {},
     ("GET", "/ready"): {},
     ("GET", "/health"): {},
+    ("GET", "/health_generate"): {},
     ("GET", "/model_info"): {"model_path": "/models/bench", "weight_version": "0"},
     ("GET", "/server_info"): {"disaggregation_mode": "null", "tp_size": 1, "pp_size": 1, "version": "stand-in"},
     ("GET", "/v1/loads"): {"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0}]},

@@ -25,7 +25,7 @@ from rolloutfleet.kube.errors import ApiError, Unreachable
 from rolloutfleet.plan.injection import inject
 from rolloutfleet.trainer.client import Fleet, FleetError, Refused
 from unit.agent.test_sampling import request, with_router
-from unit.agent.world import World, answer, play
+from unit.agent.world import FLEET, World, answer, play, signed
 from unit.engine.stand_in import StandIn
 from unit.engine.test_checkpoint import write_shard
 from unit.engine.test_clients import ask_engine
@@ -139,12 +139,12 @@ def meta(**changed: Any) -> dict[str, Any]:
         meta(output_token_logprobs=[[-0.5]]),
         meta(output_token_logprobs=[], completion_tokens=3),
         meta(finish_reason="stop"),
-        meta(weight_versions=[{"version": "0"}]),
+        meta(weight_versions=[{"version": signed(0)}]),
     ],
 )
 def test_an_answer_that_cannot_be_trained_on_is_no_sample(body: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"not an answer of SGLang|not finite|without log probabilities"):
-        sample_of(body, attempts=1, seconds=0.0)
+        sample_of(body, fleet=FLEET, attempts=1, seconds=0.0)
 
 
 # 6. test_server.py

@@ -8,7 +8,7 @@ from typing import Any
 
 from rolloutfleet.agent.memory import RESUME_ORDER
 from rolloutfleet.api.agent import MemoryRequest
-from unit.agent.world import World, play, refused
+from unit.agent.world import World, play, refused, signed
 
 EVERYTHING = list(RESUME_ORDER)
 
@@ -29,9 +29,9 @@ def test_offload_aborts_what_runs_waits_for_idleness_and_releases_everything(tmp
         pods = [engine.pod for engine in world.engines]
         assert (result.released, result.engines, result.failed) == (EVERYTHING, pods, {})
         for engine in world.engines:
-            assert engine.asked == ["pause_generation", "flush_cache", "release_memory_occupation"]
-            assert engine.stand_in.asked[0].body == {"mode": "abort"}
-            assert engine.stand_in.asked[1].path == "/flush_cache?timeout=120"
+            assert engine.asked == ["model_info", "pause_generation", "flush_cache", "release_memory_occupation"]
+            assert engine.stand_in.asked[1].body == {"mode": "abort"}
+            assert engine.stand_in.asked[2].path == "/flush_cache?timeout=120"
             assert engine.released == set(EVERYTHING)
         assert recorded(world) == ("Released", EVERYTHING, pods)
 
@@ -63,6 +63,22 @@ def test_a_second_offload_asks_no_engine_and_tells_the_same(tmp_path: Path) -> N
         assert not any(engine.dead for engine in world.engines)
 
     play(tmp_path, story, engines=2)
+
+
+def test_an_engine_of_another_fleet_at_a_known_address_is_neither_released_nor_resumed(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        strangers = world.engines[:2]
+        strangers[0].label = signed(0, "beef0000")
+        result = await world.memory.offload(of())
+        assert "another fleet" in result.failed[strangers[0].pod]
+        strangers[1].label = signed(0, "beef0000")  # while its memory is away
+        result = await world.memory.onload(of())
+        assert list(result.failed) == [strangers[1].pod]
+        assert strangers[0].asked == ["model_info"]
+        assert "resume_memory_occupation" not in strangers[1].asked
+        assert world.engines[2].asked[-1] == "continue_generation"
+
+    play(tmp_path, story)
 
 
 def test_two_offloads_at_once_release_once(tmp_path: Path) -> None:

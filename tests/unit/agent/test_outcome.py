@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from rolloutfleet.api.rollout_server import GroupChecksum
+from rolloutfleet.api.weight_labels import weight_label
 from rolloutfleet.plan.update import Aftermath, Outcome, Participant, outcome_of
 
 OLD, NEW = 4, 5
+FLEET = "5e1f0a27"
+OLD_LABEL = weight_label(OLD, FLEET)
 BEFORE = [GroupChecksum(group="qwen-main", revision="r1", checksum="old")]
 
 
@@ -18,10 +21,10 @@ def engine(index: int, *, group: str = "qwen-main", revision: str = "r1") -> Par
 
 
 def took(index: int, checksum: str = "new", **where: str) -> Aftermath:
-    return Aftermath(engine(index, **where), label=str(NEW), checksum=checksum)
+    return Aftermath(engine(index, **where), label=weight_label(NEW, FLEET), checksum=checksum)
 
 
-def kept(index: int, error: str = "no room", checksum: str = "old", label: str = str(OLD)) -> Aftermath:
+def kept(index: int, error: str = "no room", checksum: str = "old", label: str = OLD_LABEL) -> Aftermath:
     return Aftermath(engine(index), error=error, label=label, checksum=checksum)
 
 
@@ -31,7 +34,7 @@ def lost(index: int) -> Aftermath:
 
 def decided(*aftermath: Aftermath, before: list[GroupChecksum] | None = None) -> Outcome:
     previous = BEFORE if before is None else before
-    return outcome_of(aftermath, target=NEW, previous=OLD, previous_checksums=previous)
+    return outcome_of(aftermath, fleet=FLEET, target=NEW, previous=OLD, previous_checksums=previous)
 
 
 def verdicts(outcome: Outcome) -> list[str]:
@@ -59,7 +62,7 @@ def test_one_engine_is_enough_and_those_that_kept_the_old_version_fall_out() -> 
 
 
 def test_an_engine_whose_load_failed_does_not_count_though_it_carries_the_new_label() -> None:
-    outcome = decided(Aftermath(engine(0), error="broke off", label=str(NEW), checksum="new"), kept(1))
+    outcome = decided(Aftermath(engine(0), error="broke off", label=weight_label(NEW, FLEET), checksum="new"), kept(1))
     assert (outcome.version, outcome.committed) == (OLD, False)
     assert survivors(outcome) == ["qwen-main-1"]
 
@@ -102,14 +105,24 @@ def test_if_nobody_took_it_the_old_version_and_its_checksums_stay() -> None:
         kept(0, checksum="torn"),
         kept(0, checksum=""),
         kept(0, label=""),
-        kept(0, label="3"),
-        kept(0, label=str(NEW)),
+        kept(0, label=weight_label(3, FLEET)),
+        kept(0, label=weight_label(OLD, "another")),
+        kept(0, label=weight_label(NEW, FLEET)),
     ],
 )
 def test_an_engine_that_does_not_prove_the_old_version_is_not_continued(doubtful: Aftermath) -> None:
     outcome = decided(doubtful, kept(1))
     assert verdicts(outcome) == ["Failed", "Committed"]
     assert survivors(outcome) == ["qwen-main-1"]
+
+
+def test_an_engine_that_was_labelled_before_labels_named_fleets_proves_the_old_version_too() -> None:
+    assert survivors(decided(kept(0, label=str(OLD)), kept(1))) == ["qwen-main-0", "qwen-main-1"]
+
+
+def test_an_engine_with_the_label_of_another_fleet_took_nothing() -> None:
+    stranger = Aftermath(engine(0), label=weight_label(NEW, "another"), checksum="new")
+    assert survivors(decided(stranger, took(1))) == ["qwen-main-1"]
 
 
 def test_without_a_known_checksum_of_the_old_version_nobody_proves_it() -> None:

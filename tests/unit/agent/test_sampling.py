@@ -15,8 +15,11 @@ from rolloutfleet.agent.sampling import CONCURRENCY_PER_ENGINE, Sampler
 from rolloutfleet.api.agent import Generate, SamplingParams
 from rolloutfleet.engine.errors import EngineUnreachable
 from rolloutfleet.engine.router import RouterClient
-from unit.agent.world import ABORT, World, answer, fleet_on_loopback
+from unit.agent.world import ABORT, World, answer, fleet_on_loopback, signed
 from unit.engine.stand_in import Answer, Answering, Asked, HangUp, StandIn
+
+STRANGER = signed(0, "beef0000")
+"""What an engine of another fleet calls its weights, at the same version number as ours."""
 
 
 @pytest.mark.parametrize(
@@ -127,6 +130,7 @@ def test_each_sample_is_one_request_with_log_probs_and_an_id_of_its_own(tmp_path
         (408, {"error": "timeout"}),
         (429, {"error": "queue full"}),
         (200, answer([1], version="default")),
+        (200, answer([1], version=STRANGER)),
         HangUp,
     ],
 )
@@ -202,20 +206,22 @@ def test_an_engine_that_does_not_answer_is_given_up_with_the_request(tmp_path: P
 
 
 def test_a_version_that_was_never_committed_is_never_delivered(tmp_path: Path, quick: None) -> None:
-    router = StandIn(in_turn((200, answer([1], version="2")), (200, answer([2], version="2")), (200, answer([7]))))
+    router = StandIn(
+        in_turn((200, answer([1], version=signed(2))), (200, answer([2], version=signed(2))), (200, answer([7])))
+    )
     ((sample,),) = sampled(tmp_path, router, request([[1]]))
     assert (sample.tokens, sample.attempts) == ([7], 3)
 
 
 def test_if_nothing_else_answers_the_sample_is_aborted_and_says_so(tmp_path: Path, quick: None) -> None:
-    router = StandIn.always(200, answer([1], version="2"))
+    router = StandIn.always(200, answer([1], version=signed(2)))
     ((sample,),) = sampled(tmp_path, router, request([[1]], timeout_seconds=0.1), committed(1))
     assert (sample.status, sample.tokens) == ("aborted", [])
     assert "never committed" in sample.error
 
 
 def test_one_span_of_a_version_that_was_never_committed_spoils_the_sample(tmp_path: Path, quick: None) -> None:
-    spans = [{"version": "0", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 2}]
+    spans = [{"version": signed(0), "start": 0, "end": 1}, {"version": signed(2), "start": 1, "end": 2}]
     router = StandIn(in_turn((200, answer([1, 2], weight_versions=spans)), (200, answer([7]))))
     ((sample,),) = sampled(tmp_path, router, request([[1]]))
     assert sample.tokens == [7]
@@ -225,7 +231,7 @@ def test_a_version_that_is_committed_while_its_sample_runs_is_delivered(tmp_path
     async def scenario() -> None:
         async def during(_: Asked) -> Answer:
             world.change_training(weights={"phase": "Committed", "version": 1})
-            spans = [{"version": "0", "start": 0, "end": 1}, {"version": "1", "start": 1, "end": 2}]
+            spans = [{"version": signed(0), "start": 0, "end": 1}, {"version": signed(1), "start": 1, "end": 2}]
             return 200, answer([1, 2], weight_versions=spans)
 
         async with fleet_on_loopback(tmp_path, 1) as world, StandIn(during) as router:
@@ -241,7 +247,7 @@ def test_an_older_committed_version_is_delivered_with_its_name_on_it(tmp_path: P
     async def scenario() -> None:
         async with (
             fleet_on_loopback(tmp_path, 1) as world,
-            StandIn(in_turn((200, answer([1], version="1")), (200, answer([2], version="1")))) as router,
+            StandIn(in_turn((200, answer([1], version=signed(1))), (200, answer([2], version=signed(1))))) as router,
         ):
             sampler = await with_router(world, router)
             committed(1)(world)
@@ -249,6 +255,46 @@ def test_an_older_committed_version_is_delivered_with_its_name_on_it(tmp_path: P
             committed(2)(world)
             ((sample,),) = [group.samples for group in (await sampler.generate(request([[1]]))).groups]
             assert (sample.weight_versions[0].version, sample.attempts) == (1, 1)
+
+    asyncio.run(scenario())
+
+
+# Whose answer
+
+
+@pytest.mark.parametrize("theirs", [STRANGER, "0"], ids=["another fleet's", "nobody's"])
+def test_an_answer_that_is_not_signed_for_this_fleet_is_never_delivered(
+    tmp_path: Path, quick: None, caplog: pytest.LogCaptureFixture, theirs: str
+) -> None:
+    router = StandIn.always(200, answer([1], version=theirs))
+    ((sample,),) = sampled(tmp_path, router, request([[1]], timeout_seconds=0.2))
+    assert (sample.status, sample.tokens, sample.weight_versions) == ("aborted", [], [])
+    assert f"not ours: answered by an engine whose weight version is '{theirs}'" in sample.error
+    told = [record.getMessage() for record in caplog.records if record.name == sampling.__name__]
+    assert told[0].startswith("qwen: answer 1 that is dropped: not ours")
+    assert len(told) < sample.attempts, "told ever more rarely"
+
+
+def test_one_span_of_another_fleet_spoils_the_sample(tmp_path: Path, quick: None) -> None:
+    spans = [{"version": STRANGER, "start": 0, "end": 1}, {"version": signed(0), "start": 1, "end": 2}]
+    router = StandIn(in_turn((200, answer([1, 2], weight_versions=spans)), (200, answer([7]))))
+    ((sample,),) = sampled(tmp_path, router, request([[1]]))
+    assert (sample.tokens, sample.attempts) == ([7], 2)
+
+
+def test_a_server_that_was_made_anew_is_another_fleet(tmp_path: Path, quick: None) -> None:
+    async def scenario() -> None:
+        async def during(_: Asked) -> Answer:
+            body = world.cluster.seen("rolloutservers", "qwen")
+            body["metadata"]["uid"] = "beef0000-0000-0000-0000-000000000000"
+            world.cluster.put("rolloutservers", body)
+            await world.fleet.refresh()
+            return 200, answer([1], version=signed(0) if len(router.asked) < 3 else STRANGER)
+
+        async with fleet_on_loopback(tmp_path, 1) as world, StandIn(during) as router:
+            sampler = await with_router(world, router)
+            ((sample,),) = [group.samples for group in (await sampler.generate(request([[1]]))).groups]
+            assert (sample.status, sample.attempts) == ("truncated", 3)
 
     asyncio.run(scenario())
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rolloutfleet.api.rollout_server import WeightsPhase
-from unit.agent.world import World, play, refused_update, wanted, write_checkpoint
+from unit.agent.world import World, play, refused_update, signed, wanted, write_checkpoint
 
 
 def outcomes(world: World) -> list[str]:
@@ -31,8 +31,8 @@ def test_every_engine_takes_the_version_and_generates_again(tmp_path: Path) -> N
         assert [verdict.outcome for verdict in result.engines] == ["Committed"] * 3
         assert set(result.seconds) == {"pause", "load", "verify", "total"}
         for engine in world.engines:
-            assert (engine.label, engine.checksum, engine.paused) == ("1", "sum-of-w1", False)
-            assert engine.asked[:3] == ["pause_generation", "flush_cache", "update_weights_from_disk"]
+            assert (engine.label, engine.checksum, engine.paused) == (signed(1), "sum-of-w1", False)
+            assert engine.asked[:4] == ["model_info", "pause_generation", "flush_cache", "update_weights_from_disk"]
             assert engine.asked[-1] == "continue_generation"
 
     play(tmp_path, story)
@@ -70,7 +70,7 @@ def test_the_next_version_follows_the_committed_one_and_a_version_may_be_named(t
     async def story(world: World) -> None:
         assert (await world.updater.update(wanted(world, version=7))).version == 7
         assert (await world.updater.update(wanted(world))).version == 8
-        assert {engine.label for engine in world.engines} == {"8"}
+        assert {engine.label for engine in world.engines} == {signed(8)}
         assert world.training.weights is not None
         assert world.training.weights.transaction == 2
 
@@ -151,10 +151,23 @@ def test_an_engine_that_says_success_and_holds_other_weights_is_not_continued(tm
 
 def test_an_engine_that_loaded_but_kept_its_old_label_is_not_continued(tmp_path: Path) -> None:
     async def story(world: World) -> None:
-        world.engines[1].refuses["model_info"] = (200, {"weight_version": "0"})
+        world.engines[1].refuses["model_info"] = (200, {"weight_version": signed(0)})
         await world.updater.update(wanted(world))
         assert outcomes(world) == ["Committed", "Failed", "Committed"]
         assert world.engines[1].paused
+
+    play(tmp_path, story)
+
+
+def test_an_engine_of_another_fleet_at_a_known_address_is_not_touched(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        stranger = world.engines[1]
+        stranger.label = signed(0, "beef0000")
+        result = await world.updater.update(wanted(world))
+        assert outcomes(world) == ["Committed", "Failed", "Committed"]
+        assert "an engine of another fleet answers: its weights are labelled 0@beef0000" in result.engines[1].message
+        assert set(stranger.asked) == {"model_info", "weights_checker"}
+        assert stranger.label == signed(0, "beef0000")
 
     play(tmp_path, story)
 
@@ -270,7 +283,7 @@ def test_engines_that_our_last_update_proved_take_part_though_they_are_not_back_
     ("lose", "code"),
     [(World.lose_the_lease, "NotLeading"), (World.be_overtaken, "Fenced")],
 )
-@pytest.mark.parametrize("moment", ["pause_generation", "update_weights_from_disk", "model_info"])
+@pytest.mark.parametrize("moment", ["pause_generation", "update_weights_from_disk", "weights_checker"])
 def test_an_agent_that_lost_its_lease_between_pause_and_commit_continues_nothing(
     tmp_path: Path, lose: Callable[[World], None], code: str, moment: str
 ) -> None:

@@ -10,7 +10,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
 
-import aiohttp
 import pytest
 
 from rolloutfleet.agent.errors import AgentError
@@ -20,7 +19,8 @@ from rolloutfleet.agent.memory import Memory
 from rolloutfleet.agent.updates import Updater
 from rolloutfleet.api.agent import UpdateWeights
 from rolloutfleet.api.rollout_server import TrainingStatus
-from rolloutfleet.engine.http import open_http
+from rolloutfleet.api.weight_labels import fleet_id, weight_label
+from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.sglang import EngineClient
 from rolloutfleet.kube.client import EVENT, KubeApi, Resource
 from rolloutfleet.kube.errors import Conflict, NotFound
@@ -28,8 +28,18 @@ from rolloutfleet.kube.lease import LeaseHolder
 from unit.engine.stand_in import Answer, Asked, HangUp, StandIn
 
 Object = dict[str, Any]
+SERVER_UID = "5e1f0a27-8c4b-4f7e-9d3a-000000000001"
+FLEET = fleet_id(SERVER_UID)
 LIMIT = 10.0
 """Seconds after which a test has hung."""
+
+
+def signed(version: int, fleet: str = FLEET) -> str:
+    """What an engine of a fleet, by default this one, calls these weights."""
+    return weight_label(version, fleet)
+
+
+INITIAL_LABEL = signed(0)
 
 
 class Clock:
@@ -113,7 +123,7 @@ class Engine:
 
     def __init__(self, pod: str) -> None:
         self.pod, self.uid = pod, f"uid-{pod}"
-        self.label, self.checksum = "0", "sum-of-m0"
+        self.label, self.checksum = signed(0), "sum-of-m0"
         self.paused = False
         self.dead = False
         self.released: set[str] = set()
@@ -168,7 +178,7 @@ class Engine:
 
 
 class World:
-    def __init__(self, volume: Path, engines: int, http: aiohttp.ClientSession) -> None:
+    def __init__(self, volume: Path, engines: int, http: Http) -> None:
         self.volume = volume
         self.http = http
         self.cluster = Cluster()
@@ -235,7 +245,7 @@ async def fleet_on_loopback(tmp_path: Path, engines: int = 3) -> AsyncIterator[W
     write_checkpoint(tmp_path / "m0", [2, 3])
     write_checkpoint(volume / "w1", [2, 3])
     async with AsyncExitStack() as stack:
-        http = await stack.enter_async_context(open_http(max_connections=100))
+        http = await stack.enter_async_context(Http(max_connections=100))
         world = World(volume, engines, http)
         for engine in world.engines:
             await stack.enter_async_context(engine.stand_in)
@@ -248,7 +258,7 @@ async def fleet_on_loopback(tmp_path: Path, engines: int = 3) -> AsyncIterator[W
 def rollout_server(volume: Path, *, router: str = "http://router") -> Object:
     group = {"name": "main", "replicas": 3, "engine": {"image": "engine:1"}, "offload": True}
     return {
-        "metadata": {"name": "qwen", "namespace": "rl", "uid": "uid-qwen"},
+        "metadata": {"name": "qwen", "namespace": "rl", "uid": SERVER_UID},
         "spec": {
             "model": {"path": str(volume.parent / "m0")},
             "groups": [group],
@@ -292,7 +302,7 @@ def write_checkpoint(folder: Path, shape: list[int], *, name: str = "weight") ->
     return folder
 
 
-def answer(tokens: list[int], *, version: str = "0", kind: str = "length", **meta: Any) -> dict[str, Any]:
+def answer(tokens: list[int], *, version: Any = INITIAL_LABEL, kind: str = "length", **meta: Any) -> dict[str, Any]:
     """As SGLang answers /generate with return_logprob."""
     return {
         "text": "",

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from rolloutfleet.api.names import AGENT_CONTAINER
-from rolloutfleet.cli.main import inject_manifest, main
+from rolloutfleet.cli.inject import inject_manifest
+from rolloutfleet.cli.main import main
 
 TRAINERS = """\
 apiVersion: batch/v1

@@ -11,7 +11,7 @@ from typing import Any
 from rolloutfleet.api.names import COMPONENT_ENGINE, COMPONENT_ROUTER, LABEL_COMPONENT, LABEL_SERVER
 from rolloutfleet.control.probes import Prober
 from rolloutfleet.control.store import FleetKey, FleetStore
-from rolloutfleet.engine.http import open_http
+from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.engine.sglang import EncoderClient, EncoderTable, EngineClient
 from unit.engine.stand_in import Answer, Asked, HangUp, StandIn
@@ -62,7 +62,7 @@ class Scene:
 
     def play(self, script: Callable[[Scene, Prober], Awaitable[None]]) -> None:
         async def scenario() -> None:
-            async with StandIn(self._answer) as machine, open_http(max_connections=4) as http:
+            async with StandIn(self._answer) as machine, Http(max_connections=4) as http:
                 prober = Prober(
                     store=self.store,
                     enqueue=self.told.append,

@@ -19,8 +19,9 @@ from rolloutfleet.api.schema import MAP_TYPE, PRESERVE_UNKNOWN
 from rolloutfleet.api.server_group import ServerGroup
 from rolloutfleet.plan import failures
 from rolloutfleet.plan.engine_pod import engine_pod
-from rolloutfleet.plan.engines import HARMLESS_ENDS, Weights
+from rolloutfleet.plan.engines import Weights
 from rolloutfleet.plan.objects import disaggregated, wanted_children
+from rolloutfleet.plan.recovery import HARMLESS_ENDS
 from rolloutfleet.plan.status import SERVING
 from unit.plan.test_spec_changes import SCHEMA, admitted
 from unit.plan.world import DEFAULTS

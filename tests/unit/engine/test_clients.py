@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rolloutfleet.engine.errors import EngineError, EngineRefused, EngineTimeout, EngineUnreachable
-from rolloutfleet.engine.http import open_http
+from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.router import RouterClient, Worker
 from rolloutfleet.engine.sglang import EngineClient, Load, ModelInfo
 from unit.engine.stand_in import Answer, Asked, StandIn
@@ -18,7 +18,7 @@ from unit.engine.stand_in import Answer, Asked, StandIn
 
 def ask_engine(stand_in: StandIn, question: Callable[[EngineClient], Awaitable[Any]]) -> Any:
     async def scenario() -> Any:
-        async with stand_in, open_http(max_connections=10) as http:
+        async with stand_in, Http(max_connections=10) as http:
             return await question(EngineClient(stand_in.url, http=http))
 
     return asyncio.run(scenario())
@@ -26,7 +26,7 @@ def ask_engine(stand_in: StandIn, question: Callable[[EngineClient], Awaitable[A
 
 def ask_router(stand_in: StandIn, question: Callable[[RouterClient], Awaitable[Any]]) -> Any:
     async def scenario() -> Any:
-        async with stand_in, open_http(max_connections=10) as http:
+        async with stand_in, Http(max_connections=10) as http:
             return await question(RouterClient(stand_in.url, http=http))
 
     return asyncio.run(scenario())
@@ -67,7 +67,7 @@ def test_a_refused_connection_is_unreachable() -> None:
         with socket.socket() as bound:  # bound and not listening: nobody else gets the port, and nobody answers
             bound.bind(("127.0.0.1", 0))
             url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-            async with open_http(max_connections=10) as http:
+            async with Http(max_connections=10) as http:
                 with pytest.raises(EngineUnreachable, match=r"GET http://127\.0\.0\.1:\d+/ping: ClientConnectorError"):
                     await EngineClient(url, http=http).ping()
 
@@ -77,7 +77,7 @@ def test_a_refused_connection_is_unreachable() -> None:
 @pytest.mark.parametrize("url", ["http://[::1", "http://host:port", "unix:/engine"])
 def test_an_address_that_is_none_is_unreachable(url: str) -> None:
     async def scenario() -> None:
-        async with open_http(max_connections=10) as http:
+        async with Http(max_connections=10) as http:
             with pytest.raises(EngineUnreachable, match="POST"):
                 await EngineClient(url, http=http).continue_generation()
 
@@ -92,7 +92,7 @@ def test_a_connection_that_breaks_before_the_answer_is_unreachable_and_no_time_o
     async def scenario() -> None:
         async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            async with open_http(max_connections=10) as http:
+            async with Http(max_connections=10) as http:
                 with pytest.raises(EngineUnreachable, match="ServerDisconnectedError"):
                     await EngineClient(url, http=http).pause("retract")
 
@@ -147,18 +147,18 @@ def test_an_answer_without_a_checksum_is_a_refusal_although_its_status_is_200(an
         ask_engine(StandIn.always(200, answer), lambda engine: engine.checksum())
 
 
-def test_weights_are_updated_with_the_version_as_a_decimal_string() -> None:
+def test_weights_are_updated_with_the_label_that_is_given() -> None:
     stand_in = StandIn.always(200, {"success": True})
-    ask_engine(stand_in, lambda e: e.update_weights_from_disk("/weights/7", version=7, flush_cache=False))
+    ask_engine(stand_in, lambda e: e.update_weights_from_disk("/weights/7", label="7@5e1f0a27", flush_cache=False))
     (asked,) = stand_in.asked
     assert (asked.method, asked.path) == ("POST", "/update_weights_from_disk")
-    assert asked.body == {"model_path": "/weights/7", "weight_version": "7", "flush_cache": False}
+    assert asked.body == {"model_path": "/weights/7", "weight_version": "7@5e1f0a27", "flush_cache": False}
 
 
 @pytest.mark.parametrize("answer", [{"success": False, "message": "bad shape"}, {"message": "bad shape"}])
 def test_an_update_that_does_not_say_success_is_a_refusal(answer: dict[str, Any]) -> None:
     with pytest.raises(EngineRefused, match="/weights/7 not loaded: bad shape"):
-        ask_engine(StandIn.always(200, answer), lambda e: e.update_weights_from_disk("/weights/7", version=7))
+        ask_engine(StandIn.always(200, answer), lambda e: e.update_weights_from_disk("/weights/7", label="7@5e1f0a27"))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import asyncio
 import json
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from rolloutfleet.kube.client import (
     MUTATING_WEBHOOK,
     POD,
     ROLLOUT_SERVER,
+    SERVER_GROUP,
     AlreadyExists,
     ApiError,
     Conflict,
@@ -28,8 +30,10 @@ from rolloutfleet.kube.client import (
     Invalid,
     KubeApi,
     NotFound,
+    Observer,
     TooManyRequests,
     Unreachable,
+    nobody,
 )
 from rolloutfleet.kube.config import Credentials
 from rolloutfleet.kube.errors import error_from
@@ -65,21 +69,33 @@ def credentials(url: str, token: Callable[[], str | None] = lambda: "t-1") -> Cr
     return Credentials(server=url, tls=ssl.create_default_context(), token=token, namespace="rl")
 
 
+@asynccontextmanager
+async def served(server: Server) -> AsyncIterator[str]:
+    """Its URL while it answers."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", server.handle)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
 def ask(
-    server: Server, question: Callable[[KubeApi], Awaitable[Any]], token: Callable[[], str | None] = lambda: "t-1"
+    server: Server,
+    question: Callable[[KubeApi], Awaitable[Any]],
+    token: Callable[[], str | None] = lambda: "t-1",
+    observe: Observer = nobody,
 ) -> Any:
     async def scenario() -> Any:
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", server.handle)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        api = KubeApi(credentials(f"http://127.0.0.1:{runner.addresses[0][1]}", token))
-        try:
-            return await question(api)
-        finally:
-            await api.close()
-            await runner.cleanup()
+        async with served(server) as url:
+            api = KubeApi(credentials(url, token), observe=observe)
+            try:
+                return await question(api)
+            finally:
+                await api.close()
 
     return asyncio.run(scenario())
 
@@ -304,6 +320,72 @@ def test_a_deletion_may_be_bound_to_one_life_of_the_object() -> None:
     assert "gracePeriodSeconds" not in plain
 
 
+# Observed
+
+
+class Observations:
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str, str]] = []
+        self.seconds: list[float] = []
+
+    def __call__(self, verb: str, resource: str, code: str, seconds: float) -> None:
+        self.seen.append((verb, resource, code))
+        self.seconds.append(seconds)
+
+
+def test_each_request_is_observed_by_verb_resource_and_code_without_names() -> None:
+    observed = Observations()
+    body = {"metadata": {"name": "qwen-main", "namespace": "rl"}}
+
+    async def all_verbs(api: KubeApi) -> None:
+        await api.get(POD, "p", namespace="rl")
+        await api.list(POD)
+        await api.create(POD, body)
+        await api.update(LEASE, body)
+        await api.apply(SERVER_GROUP, body, field_manager="m", subresource="status")
+        await api.patch(MUTATING_WEBHOOK, "hook", {})
+        await api.delete(POD, "p", namespace="rl")
+        await api.serves("scheduling.x-k8s.io", "v1alpha1", "podgroups")
+        await api.ask_pod("p", 8477, "/v1/fleets", namespace="rl", seconds=5)
+
+    ask(Server((200, {"metadata": {}})), all_verbs, observe=observed)
+    assert observed.seen == [
+        ("get", "pods", "200"),
+        ("list", "pods", "200"),
+        ("create", "pods", "200"),
+        ("update", "leases", "200"),
+        ("apply", "servergroups/status", "200"),
+        ("patch", "mutatingwebhookconfigurations", "200"),
+        ("delete", "pods", "200"),
+        ("get", "apis", "200"),
+        ("get", "pods/proxy", "200"),
+    ]
+    assert all(0 <= seconds < 60 for seconds in observed.seconds)
+
+
+def test_repetitions_and_refusals_are_observed_too(pauses: list[float]) -> None:
+    observed = Observations()
+    server = Server((429, {}), status(404, "NotFound"))
+    with pytest.raises(NotFound):
+        ask(server, lambda api: api.get(POD, "p", namespace="rl"), observe=observed)
+    assert observed.seen == [("get", "pods", "429"), ("get", "pods", "404")]
+
+
+def test_no_answer_is_observed_as_such(pauses: list[float]) -> None:
+    observed = Observations()
+
+    async def scenario() -> None:
+        with socket.socket() as bound:
+            bound.bind(("127.0.0.1", 0))
+            api = KubeApi(credentials(f"http://127.0.0.1:{bound.getsockname()[1]}"), observe=observed)
+            with pytest.raises(Unreachable):
+                await api.get(POD, "p", namespace="rl")
+            await api.close()
+
+    asyncio.run(scenario())
+    assert observed.seen == [("get", "pods", "NoAnswer")] * ATTEMPTS
+
+
 # Watches
 
 
@@ -334,3 +416,26 @@ def test_a_watch_tells_changes_since_the_version_until_the_server_ends_it() -> N
 def test_a_watch_that_is_too_old_has_expired_whether_told_by_status_or_by_event(server: Server) -> None:
     with pytest.raises(Expired):
         watched(server)
+
+
+# Servers in pods
+
+
+def test_a_server_in_a_pod_is_asked_through_the_proxy_and_its_refusal_is_an_error() -> None:
+    server = Server((200, {"weight_version": "3"}), (200, {"success": True}), (400, {"message": "no such folder"}))
+
+    async def question(api: KubeApi) -> tuple[Any, Any]:
+        info = await api.ask_pod("qwen-main-0-e1-r0", 30000, "/model_info", namespace="rl", seconds=5)
+        loaded = await api.ask_pod("p", 30000, "/load", namespace="rl", body={"path": "/m"}, seconds=5)
+        with pytest.raises(Invalid, match="no such folder"):
+            await api.ask_pod("p", 30000, "/load", namespace="rl", body={}, seconds=5)
+        return info, loaded
+
+    assert ask(server, question) == ({"weight_version": "3"}, {"success": True})
+    path = "/api/v1/namespaces/rl/pods/p:30000/proxy/load"
+    assert server.asked == [
+        ("GET", "/api/v1/namespaces/rl/pods/qwen-main-0-e1-r0:30000/proxy/model_info"),
+        ("POST", path),
+        ("POST", path),
+    ]
+    assert server.requests[1][3] == {"path": "/m"}

@@ -131,7 +131,7 @@ def test_an_update_of_weights_does_not_touch_an_encoder() -> None:
     world = serving(1)
     world.commit(1, "/weights/v1", "sum-1")
     encoder = world.uid(pods_of(world, "vision")[0])
-    world.weights[encoder] = ("0", "sum-0")
+    world.weights[encoder] = ("", "sum-0")
     for _ in range(5):
         for action in world.plan():
             assert not (isinstance(action, CatchUp | Verify) and action.pod_uid == encoder)

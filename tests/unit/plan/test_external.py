@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rolloutfleet.plan.actions import CatchUp, CreatePod, DeletePod, SetGate
+from rolloutfleet.plan.actions import Adopt, CatchUp, CreatePod, DeletePod, Register, SetGate
 from rolloutfleet.plan.observed import canonical_url
 from unit.plan.world import World, rollout_server
 
@@ -65,7 +65,7 @@ def test_one_that_dies_leaves_the_routers_and_comes_back_proved_anew_as_another_
     world.start_outside(ONE)  # as its owner starts it: with the first model
     world.settle()  # World.perform refuses to list it with other weights than the committed ones
     assert world.listed() == {ONE, TWO}
-    assert world.weights[f"external:{ONE}"] == ("3", "sum-3")
+    assert world.weights[f"external:{ONE}"] == (world.label(3), "sum-3")
 
 
 def test_a_committed_verdict_says_nothing_of_a_process_that_took_its_place_unseen() -> None:
@@ -73,9 +73,9 @@ def test_a_committed_verdict_says_nothing_of_a_process_that_took_its_place_unsee
     names = [e["pod"] for e in world.group_status("external")["engines"]]
     world.commit(1, "/weights/v1", "sum-1")
     world.server["status"]["training"]["weights"]["engines"] = [{"pod": name, "outcome": "Committed"} for name in names]
-    world.weights[f"external:{ONE}"] = ("1", "sum-of-another")
+    world.weights[f"external:{ONE}"] = (world.label(1), "sum-of-another")
     world.settle()
-    assert world.weights[f"external:{ONE}"] == ("1", "sum-1")
+    assert world.weights[f"external:{ONE}"] == (world.label(1), "sum-1")
 
 
 def test_no_pod_action_and_no_gate_is_ever_planned_for_one() -> None:
@@ -101,7 +101,7 @@ def test_beside_groups_of_our_own_they_share_router_and_weights() -> None:
     assert world.server["status"]["engines"]["desired"] == 2
     world.commit(1, "/weights/v1", "sum-1")
     world.settle()
-    assert {label for label, _ in world.weights.values()} == {"1"}
+    assert {label for label, _ in world.weights.values()} == {world.label(1)}
 
 
 def test_engines_of_several_layouts_are_each_measured() -> None:
@@ -124,6 +124,50 @@ def test_one_with_another_model_is_named_and_left_alone() -> None:
     world.checkpoints["/models/m0"] = "sum-other"
     world.settle()
     assert world.listed() == {ONE}
+
+
+def test_one_that_loaded_our_checkpoint_is_not_taken_for_one_with_another_model() -> None:
+    world = serving(ONE)
+    world.commit(1, "/weights/v1", "sum-1")
+    facts, _ = world.outside[f"external:{ONE}"]
+    world.outside[f"external:{ONE}"] = (facts, "/weights/v1")  # what /model_info says from then on
+    world.weights[f"external:{ONE}"] = (world.label(1), "sum-1")
+    world.settle()
+    assert world.listed() == {ONE}
+
+
+def test_one_that_another_fleet_has_labelled_is_named_and_left_alone() -> None:
+    world = World(external_server(ONE))
+    world.start_outside(ONE)
+    world.weights[f"external:{ONE}"] = ("0@beef0000", world.checkpoints["/models/m0"])
+    world.settle()
+    assert not world.listed()
+    assert world.ready() == ("False", "OtherFleet")
+    assert "labelled 0@beef0000: it belongs to another fleet" in engine(world)["message"]
+    assert world.weights[f"external:{ONE}"][0] == "0@beef0000"
+    world.start_outside(ONE)  # its owner gives it away
+    world.settle()
+    assert world.listed() == {ONE}
+
+
+def test_one_that_another_fleet_takes_over_leaves_the_routers_and_is_not_taken_back() -> None:
+    world = serving(ONE, TWO)
+    world.weights[f"external:{ONE}"] = ("0@beef0000", world.checkpoints["/models/m0"])
+    for _ in range(6):
+        for action in world.plan():
+            assert not isinstance(action, Adopt | CatchUp | Register)
+            world.perform(action)
+    assert world.listed() == {TWO}
+
+
+@pytest.mark.parametrize("version", ["0", "7"])
+def test_one_with_a_number_for_a_label_is_used_and_gets_the_fleets_label(version: str) -> None:
+    world = World(external_server(ONE))
+    world.start_outside(ONE)
+    world.weights[f"external:{ONE}"] = (version, world.checkpoints["/models/m0"])
+    world.settle()
+    assert world.listed() == {ONE}
+    assert world.weights[f"external:{ONE}"] == (world.label(0), "sum-0")
 
 
 @pytest.mark.parametrize("role", ["Prefill", "Decode"])
@@ -193,7 +237,7 @@ def test_version_0_is_loaded_anew_from_where_that_engine_has_it() -> None:
     world.checkpoints["/mnt/model"] = "sum-0"
     world.start_outside(ONE, model="/mnt/model")
     world.settle()
-    world.weights[f"external:{ONE}"] = ("7", "sum-of-another-run")
+    world.weights[f"external:{ONE}"] = (world.label(7), "sum-of-another-run")
     world.proofs.clear()
     loads = []
     for _ in range(6):
@@ -210,7 +254,7 @@ def test_an_engine_that_is_behind_is_brought_up_to_date_only_out_of_the_routers(
     world.commit(1, "/weights/v1", "sum-1")
     weights = world.server["status"]["training"]["weights"]
     weights["engines"] = [{"pod": names[0], "outcome": "Failed"}]
-    world.weights[f"external:{ONE}"] = ("1", "sum-torn")
+    world.weights[f"external:{ONE}"] = (world.label(1), "sum-torn")
     loads = []
     for _ in range(8):
         for action in world.plan():

@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolloutfleet.plan.actions import Action, CatchUp, CreatePod, Register, Requeue, Verify
+from rolloutfleet.plan.actions import (
+    Action,
+    Adopt,
+    CatchUp,
+    CreatePod,
+    DeletePod,
+    Deregister,
+    Register,
+    Requeue,
+    Verify,
+)
 from rolloutfleet.plan.failures import Trouble
 from rolloutfleet.plan.observed import LeaseView, Worker
 from unit.plan.world import World, crashed_behind_each_action, rollout_server
@@ -30,6 +40,13 @@ def test_an_applied_server_ends_with_all_engines_routed_and_status_that_says_so(
     assert status["engines"] == {"desired": 3, "ready": 3, "routable": 3, "stale": 0, "failed": 0}
     assert status["weights"]["version"] == 0
     assert {e["phase"] for e in world.group_status()["engines"]} == {"Serving"}
+
+
+def test_engines_are_started_with_a_label_that_names_their_fleet() -> None:
+    world = serving_world(replicas=1)
+    (pod,) = world.pods.values()
+    words = pod["spec"]["containers"][0]["args"]
+    assert words[words.index("--weight-version") + 1] == world.label(0) == "0@uid-qwen"
 
 
 def test_a_settled_fleet_is_left_alone() -> None:
@@ -80,7 +97,7 @@ def test_a_restarted_engine_catches_up_before_any_router_lists_it() -> None:
     world.settle()
     world.delete_pod(world.engine_names()[0])
     world.settle()  # World.perform refuses a registration with other weights than the committed ones
-    assert {label for label, _ in world.weights.values()} == {"2"}
+    assert {label for label, _ in world.weights.values()} == {world.label(2)}
     assert len(world.listed()) == 2
 
 
@@ -93,12 +110,77 @@ def test_a_label_without_its_checksum_is_not_believed() -> None:
     world.settle(limit=60)
     liar = max(world.pods)
     uid = world.pods[liar]["metadata"]["uid"]
-    world.weights[uid] = ("2", "sum-wrong")
+    world.weights[uid] = (world.label(2), "sum-wrong")
     world.proofs.clear()
     world.commit(2, "/weights/v2", "sum-2", outcomes={liar: "Failed"})
-    world.weights[uid] = ("2", "sum-wrong")
+    world.weights[uid] = (world.label(2), "sum-wrong")
     world.settle()
-    assert world.weights[uid] == ("2", "sum-2")
+    assert world.weights[uid] == (world.label(2), "sum-2")
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_an_address_at_which_another_fleets_engine_answers_leaves_the_routers_and_nothing_is_loaded_there(
+    committed: bool,
+) -> None:
+    world = serving_world(replicas=2)
+    version = 0
+    if committed:  # a verdict about the pod is none about who has its address by now
+        version = 1
+        world.commit(1, "/weights/v1", "sum-1")
+        world.settle()
+    name = world.engine_names()[0]
+    stranger = (f"{version}@beef0000", f"sum-{version}")
+    world.weights[world.uid(name)] = stranger
+    for _ in range(6):
+        for action in world.plan():
+            assert not isinstance(action, Adopt | CatchUp | Verify | Register), action
+            world.perform(action)
+    assert world.address(name) not in world.listed()
+    assert len(world.listed()) == 1
+    record = world.group_status()["engines"][0]
+    assert (record["phase"], record["reason"]) == ("Stale", "OtherFleet")
+    assert "beef0000" in record["message"]
+    assert "weightVersion" not in record
+    assert world.weights[world.uid(name)] == stranger
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_engines_labelled_by_an_older_operator_are_labelled_anew_and_neither_reloaded_nor_unlisted(
+    version: int,
+) -> None:
+    world = serving_world()
+    if version:
+        world.commit(version, "/weights/v2", "sum-2")
+        world.settle()
+    pods, checksum = list(world.created), f"sum-{version}"
+    world.weights = {uid: (str(version), checksum) for uid in world.weights}
+    world.proofs.clear()  # another operator process has just begun
+    adopted = set()
+    for _ in range(8):
+        for action in world.plan():
+            assert not isinstance(action, CatchUp | Deregister | DeletePod | CreatePod), action
+            adopted |= {action.pod_uid} if isinstance(action, Adopt) else set()
+            world.perform(action)
+            assert len(world.listed()) == 2
+    assert adopted == set(world.weights)
+    assert set(world.weights.values()) == {(world.label(version), checksum)}
+    assert world.created == pods
+    assert world.settle() == 0
+
+
+def test_a_plain_number_with_other_weights_is_loaded_anew_and_not_adopted() -> None:
+    world = serving_world()
+    uid = world.uid(world.engine_names()[0])
+    world.weights[uid] = ("0", "sum-of-another")
+    world.proofs.clear()
+    adopted = []
+    for _ in range(8):
+        for action in world.plan():
+            adopted += [action.pod_uid] if isinstance(action, Adopt) else []
+            world.perform(action)
+    assert uid not in adopted
+    assert world.weights[uid] == (world.label(0), "sum-0")
+    assert len(world.listed()) == 2
 
 
 def test_an_engine_that_fell_out_of_an_update_leaves_the_routers_and_is_brought_up_to_date() -> None:
@@ -112,7 +194,7 @@ def test_an_engine_that_fell_out_of_an_update_leaves_the_routers_and_is_brought_
     world.perform(plan[0])
     assert world.url(uid) not in world.listed()
     world.settle()
-    assert world.weights[uid] == ("1", "sum-1")
+    assert world.weights[uid] == (world.label(1), "sum-1")
     assert len(world.listed()) == 3
     assert not world.paused
 
@@ -122,7 +204,7 @@ def test_a_group_that_took_no_part_in_an_update_measures_the_version_on_its_firs
     names = world.engine_names()
     world.commit(1, "/weights/v1", "sum-1", outcomes=dict.fromkeys(names, "Unreachable"), measured=False)
     world.settle()
-    assert set(world.weights.values()) == {("1", "sum-1")}
+    assert set(world.weights.values()) == {(world.label(1), "sum-1")}
     assert len(world.listed()) == 2
     assert [entry["checksum"] for entry in world.group_status()["measured"]] == ["sum-1"]
 
@@ -148,16 +230,16 @@ def test_when_the_trainer_dies_in_an_update_the_fleet_is_restored_and_resumed() 
     world.settle()
     world.begin_update(2)
     touched = world.pods[world.engine_names()[0]]["metadata"]["uid"]
-    world.weights[touched] = ("2", "sum-2")
+    world.weights[touched] = (world.label(2), "sum-2")
     half = world.pods[world.engine_names()[1]]["metadata"]["uid"]
-    world.weights[half] = ("1", "half of each")
+    world.weights[half] = (world.label(1), "half of each")
     world.settle(patient=False)
     assert world.paused, "held until the lease runs out"
     wake_up = [action for action in world.plan() if isinstance(action, Requeue)]
     assert wake_up, "the end of the lease is a moment to look again"
     world.now += timedelta(seconds=20)
     world.settle()
-    assert set(world.weights.values()) == {("1", "sum-1")}
+    assert set(world.weights.values()) == {(world.label(1), "sum-1")}
     assert len(world.listed()) == 3
     assert not world.paused
 
@@ -268,30 +350,6 @@ def test_one_missed_answer_ends_no_life_however_old_the_engine_is() -> None:
     assert len(world.listed()) == 2
 
 
-def test_an_engine_that_stays_silent_is_replaced_in_the_end_and_its_silence_is_counted_anew_each_time() -> None:
-    world = serving_world()
-    uid = world.uid(world.engine_names()[0])
-
-    def quiet_for(seconds: int) -> None:
-        for _ in range(2):
-            for action in world.plan():
-                world.perform(action)
-            world.now += timedelta(seconds=seconds / 2)
-        for action in world.plan():
-            world.perform(action)
-
-    for _ in range(3):
-        world.silent.add(uid)
-        quiet_for(300)
-        world.silent.clear()
-        world.settle()
-    assert world.group_status()["engines"][0]["restarts"] == 0
-    world.silent.add(uid)
-    quiet_for(400)
-    record = world.group_status()["engines"][0]
-    assert (record["restarts"], record["lastFailure"]["reason"]) == (1, "NotAnswering")
-
-
 def test_an_engine_that_joins_takes_no_router_out_of_its_service() -> None:
     world = serving_world(routers=2)
     world.spec()["replicas"] = 4
@@ -361,7 +419,7 @@ def test_a_group_that_is_made_anew_inherits_no_verdict_from_pods_of_the_same_nam
     world.recorded.clear()
     world.settle()  # World.perform refuses to list an engine with other weights than the committed ones
     assert world.engine_names() == names
-    assert {label for label, _ in world.weights.values()} == {"1"}
+    assert {label for label, _ in world.weights.values()} == {world.label(1)}
 
 
 def test_scaling_down_takes_engines_out_of_the_routers_before_their_pods_go() -> None:

@@ -35,6 +35,13 @@ TESTED_ELSEWHERE = {
     "groups[].recovery.startupDeadlineSeconds": "plan/test_fleet.py::test_an_engine_that_never_answers_is_replaced",
     "groups[].recovery.backoff.initialSeconds": "plan/test_fleet.py::test_engines_that_die_at_start_wait_longer",
     "groups[].recovery.backoff.maxSeconds": "plan/test_fleet.py::test_engines_that_die_at_start_wait_longer",
+    "groups[].recovery.backoff.resetAfterSeconds": "plan/test_recovery.py::test_an_engine_that_has_served_long_enough",
+    "groups[].recovery.maxRestarts": "plan/test_recovery.py::test_after_max_restarts",
+    "groups[].recovery.healthCheck.periodSeconds": "control/test_health.py::test_an_engine_is_asked_every_period",
+    "groups[].recovery.healthCheck.timeoutSeconds": "control/test_health.py::test_no_answer_within_the_timeout",
+    "groups[].recovery.healthCheck.failureThreshold": "plan/test_recovery.py::test_an_engine_that_hangs_is_replaced",
+    "groups[].recovery.healthCheck.weightsPeriodSeconds": "control/test_health.py::test_weights_are_due_every_period",
+    "groups[].recovery.forceDeleteAfterSeconds": "plan/test_recovery.py::test_a_pod_on_a_lost_node_is_forced_away",
     "groups[].drainTimeoutSeconds": "plan/test_changes.py::test_when_its_time_is_up_what_still_runs_is_aborted",
     "groups[].rollingUpdate.maxUnavailable": "plan/test_changes.py::test_a_change_keeps_what_may_not_be_missing",
     "groups[].rollingUpdate.maxSurge": "plan/test_changes.py::test_a_change_keeps_what_may_not_be_missing",
@@ -195,7 +202,8 @@ def effects(world: World) -> str:
         metadata = copy.deepcopy(pod["metadata"])
         for name in ("rolloutfleet.dev/epoch", "rolloutfleet.dev/engine-index", "rolloutfleet.dev/group-uid"):
             metadata["labels"].pop(name)
-        pods.append({"labels": metadata["labels"], "spec": pod["spec"]})
+        spec = {key: value for key, value in pod["spec"].items() if key != "nodeName"}
+        pods.append({"labels": metadata["labels"], "spec": spec})
     tables = [sorted(worker.kind.type for worker in table.values()) for table in world.tables.values()]
     outside = [
         sorted(url for url in table if url.startswith("http://10.9") or "[" in url) for table in world.tables.values()

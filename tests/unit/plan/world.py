@@ -13,6 +13,7 @@ from typing import Any
 from rolloutfleet.api.common import EngineFacts, Role
 from rolloutfleet.api.rollout_server import RolloutServer
 from rolloutfleet.api.server_group import ServerGroup
+from rolloutfleet.api.weight_labels import belongs_elsewhere, fleet_id, weight_label
 from rolloutfleet.plan.actions import (
     Action,
     Adopt,
@@ -103,6 +104,14 @@ class World:
         self.create_failures: dict[str, Trouble] = {}
         self.silent: set[str] = set()
         """Engines that run and do not answer."""
+        self.unhealthy: dict[str, int] = {}
+        """Health checks in a row without a token, by pod UID."""
+        self.rechecks: set[str] = set()
+        """Engines whose weights are due to be read again."""
+        self.nodes: dict[str, bool] | None = None
+        """Readiness of each node; None as long as nobody has listed them. Pods run on node-INDEX."""
+        self.forced: list[str] = []
+        """Pods that were removed without the word of their kubelet."""
         self.encoders: dict[str, set[str]] = {}
         """Tables of encoders, by UID of the language engine's pod."""
         self.drained: dict[str, str] = {}
@@ -133,7 +142,7 @@ class World:
         return Fleet(
             server=RolloutServer.model_validate(self.server),
             groups=tuple(ServerGroup.model_validate(group) for group in groups),
-            engine_pods=tuple(engine_pod(pod) for pod in self.pods.values()),
+            engine_pods=tuple(engine_pod(pod, self.nodes) for pod in self.pods.values()),
             router_pods=routers,
             probes={
                 uid: self._probe(uid)
@@ -151,7 +160,7 @@ class World:
 
     def _probe(self, uid: str) -> EngineProbe:
         if uid not in self.weights or uid in self.silent:
-            return EngineProbe(answering=False)
+            return EngineProbe(answering=False, unhealthy=self.unhealthy.get(uid, 0))
         label, _ = self.weights[uid]
         proof = self.proofs.get(uid, ("", "", ""))
         proved = proof[0] == label
@@ -166,6 +175,8 @@ class World:
             encoders=self._encoders(uid),
             drained=self.drained.get(uid, ""),
             load=self.running.get(uid, 0),
+            unhealthy=self.unhealthy.get(uid, 0),
+            recheck=uid in self.rechecks,
             paused=uid in self.paused,
             label=label,
             checksum=proof[1] if proved else "",
@@ -216,8 +227,9 @@ class World:
                 self._create(copy.deepcopy(dict(manifest)))
             case CreatePodGroup(manifest=manifest):
                 self._create_pod_group(copy.deepcopy(dict(manifest)))
-            case DeletePod(name=name, uid=uid):
-                self.delete_pod(name, uid)
+            case DeletePod(name=name, uid=uid, force=force):
+                self.forced += [name] if force else []
+                self.delete_pod(name, uid, force=force)
             case DeleteObject(kind="PodGroup", name=name):
                 assert not self._gang(name), f"{name} is deleted before its pods"
                 del self.pod_groups[name]
@@ -234,12 +246,18 @@ class World:
             case Verify(pod_uid=uid, training_key=key):
                 if uid in self.weights:
                     self.proofs[uid] = (*self.weights[uid], key)
-            case Adopt(pod_uid=uid, version=version):
-                self.weights[uid] = (str(version), self.weights[uid][1])
-            case CatchUp(pod_uid=uid, path=path, version=version, training_key=key):
+                    self.rechecks.discard(uid)
+            case Adopt(pod_uid=uid, version=version, fleet=fleet):
+                label, checksum = self.weights[uid]
+                proof = self.proofs.get(uid)
+                self.weights[uid] = (weight_label(version, fleet), checksum)
+                if proof is not None and proof[0] == label:
+                    self.proofs[uid] = (weight_label(version, fleet), *proof[1:])
+            case CatchUp(pod_uid=uid, path=path, version=version, fleet=fleet, training_key=key):
                 if uid in self.weights:
                     assert all(self.url(uid) not in table for table in self.tables.values()), "loaded while routed"
-                    self.weights[uid] = (str(version), self.checkpoints[path])
+                    assert not belongs_elsewhere(self.weights[uid][0], fleet), "loaded into another fleet's engine"
+                    self.weights[uid] = (weight_label(version, fleet), self.checkpoints[path])
                     self.proofs[uid] = (*self.weights[uid], key)
                     self.paused.discard(uid)
                     self.loaded[uid] = key
@@ -278,7 +296,7 @@ class World:
         for uid in self._engines():
             if self.url(uid) == url:
                 label, checksum = self.weights[uid]
-                assert label == str(training.version), f"{url} serves {label}, the fleet has {training.version}"
+                assert training.claimed_by(label), f"{url} serves {label}, the fleet has {training.version}"
                 expected = self.checkpoints[training.path]
                 assert checksum == expected, f"{url} has other weights than its label says"
 
@@ -346,9 +364,12 @@ class World:
             self.pod_groups = {name: body for name, body in self.pod_groups.items() if pod_group(body).group_uid != uid}
         del self.children[key]
 
-    def delete_pod(self, name: str, uid: str = "") -> None:
+    def delete_pod(self, name: str, uid: str = "", *, force: bool = False) -> None:
         pod = self.pods.get(name)
         if pod is not None and uid in ("", pod["metadata"]["uid"]):
+            if self.nodes is not None and not self.nodes.get(pod["spec"].get("nodeName", "")) and not force:
+                pod["metadata"].setdefault("deletionTimestamp", _stamp(self.now + timedelta(seconds=10)))
+                return  # nobody there ends it
             del self.pods[name]
             self.paused.discard(pod["metadata"]["uid"])
             self.weights.pop(pod["metadata"]["uid"], None)
@@ -374,6 +395,7 @@ class World:
             serial, status = int(pod["metadata"]["uid"].split("-")[1]), pod["status"]
             if status["phase"] == "Pending" and self._placed(pod):
                 status["phase"] = "Running"
+                pod["spec"]["nodeName"] = f"node-{engine_pod(pod).index}"
                 status["podIP"] = f"10.0.{serial // 250}.{serial % 250 + 1}"
                 status["conditions"].append({"type": "PodScheduled", "status": "True"})
                 status["containerStatuses"] = [
@@ -382,7 +404,9 @@ class World:
                 if pod["metadata"]["labels"]["rolloutfleet.dev/role"] == "Placeholder":
                     continue
                 for uid in self._ready_leaders(pod):
-                    self.weights[uid] = ("0", self.checkpoints["/models/m0"])
+                    words = self._pod(uid)["spec"]["containers"][0]["args"]
+                    label = words[words.index("--weight-version") + 1]
+                    self.weights[uid] = (label, self.checkpoints["/models/m0"])
 
     def _ready_leaders(self, pod: dict[str, Any]) -> list[str]:
         """Rank 0 of the pod's engine, if this pod was the last that was missing."""
@@ -462,7 +486,7 @@ class World:
             outcome = (outcomes or {}).get(name, "Committed")
             verdicts.append({"pod": name, "uid": uid, "outcome": outcome})
             if outcome == "Committed":
-                self.weights[uid] = (str(version), checksum)
+                self.weights[uid] = (self.label(version), checksum)
                 self.paused.discard(uid)
         before = self.server.get("status", {}).get("training", {}).get("weights", {})
         self.server.setdefault("status", {})["training"] = {
@@ -503,6 +527,10 @@ class World:
 
     def engine_names(self) -> list[str]:
         return sorted(self.pods)
+
+    def label(self, version: int) -> str:
+        """What engines of this fleet call these weights."""
+        return weight_label(version, fleet_id(self.server["metadata"]["uid"]))
 
     def listed(self) -> set[str]:
         return set.intersection(*(set(table) for table in self.tables.values())) if self.tables else set()
