@@ -24,7 +24,6 @@ import httpx
 
 from bench.scale.control_plane import API, NAMESPACE, REPOSITORY, STATE, ControlPlane
 from bench.scale.costs import AuditLog, cpu_seconds, peak_rss_mib, quantiles
-from bench.scale.stand_in import FORGET, PORT
 from bench.scale.watcher import Watcher, until
 from rolloutfleet.api.names import API_VERSION
 from rolloutfleet.kube import client as kube
@@ -233,8 +232,6 @@ class Bench:
         if len(names) > 1:
             say(f"  deleted in {seconds:.1f} s; operator {dict(audit.read().operator)}")
         self._watcher.made.clear()
-        async with httpx.AsyncClient(trust_env=False) as http:
-            (await http.post(f"http://127.0.0.1:{PORT}{FORGET}")).raise_for_status()
         return round(seconds, 2)
 
 
