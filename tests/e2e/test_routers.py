@@ -68,7 +68,7 @@ def test_a_router_that_starts_without_its_operator_gets_no_traffic_before_its_ta
             assert ready == "False", "it knows no engine"
             assert not listed_urls(space, fresh)
         finally:
-            system("scale", "deploy/rolloutfleet-operator", "--replicas=1")
+            system("scale", "deploy/rolloutfleet-operator", "--replicas=2")
         space("wait", f"pod/{fresh}", "--for=condition=Ready", "--timeout=90s")
         rollouts = rollout.result()
     assert len(listed_urls(space, fresh)) == 4

@@ -11,6 +11,7 @@ from pathlib import Path
 import kopf
 from kopf._core.engines.peering import Identity
 
+from rolloutfleet.control.leadership import Leadership, operators_lease
 from rolloutfleet.control.metrics import Metrics
 from rolloutfleet.control.metrics import serve as serve_metrics
 from rolloutfleet.control.operator import Operator, registry_for
@@ -25,12 +26,22 @@ LIVENESS = "http://0.0.0.0:8080/healthz"
 
 async def run() -> None:
     namespace = os.environ.get("ROLLOUTFLEET_NAMESPACE") or None
-    webhook = webhook_settings()
     metrics = Metrics()
+    own_namespace = os.environ.get("POD_NAMESPACE")
+    # kopf would ask for the user's name, which an arbitrary UID does not have.
+    name = os.environ.get("POD_NAME") or socket.gethostname()
     credentials = load_credentials()
-    transport = AiohttpTransport(max_connections=32, keep_seconds=60, tls=credentials.tls)
+    # Of its own: a renewal waits for no connection that reconciles hold.
+    unfenced = KubeApi(credentials, max_connections=4, observe=metrics.api_answered)
+    leadership = Leadership(operators_lease(unfenced, own_namespace, name) if own_namespace else None)
+    webhook = webhook_settings(own_namespace)
     operator = Operator(
-        api=KubeApi(credentials, transport=transport, observe=metrics.api_answered),
+        api=KubeApi(
+            credentials,
+            transport=AiohttpTransport(max_connections=32, keep_seconds=60, tls=credentials.tls),
+            before_write=leadership.require,
+            observe=metrics.api_answered,
+        ),
         defaults=Defaults(
             router_image=required("ROLLOUTFLEET_ROUTER_IMAGE"),
             placeholder_image=required("ROLLOUTFLEET_PLACEHOLDER_IMAGE"),
@@ -40,25 +51,25 @@ async def run() -> None:
         ),
         namespace=namespace,
         metrics=metrics,
+        leadership=leadership,
         services=(
-            lambda _: serve_metrics(metrics.registry),
-            *((lambda api: serve(webhook, api),) if webhook is not None else ()),
+            lambda: serve_metrics(metrics.registry),
+            *((lambda: serve(webhook, unfenced),) if webhook is not None else ()),
         ),
     )
     await kopf.operator(
         registry=registry_for(operator),
-        # kopf would ask for the user's name, which an arbitrary UID does not have.
-        identity=Identity(os.environ.get("POD_NAME") or socket.gethostname()),
+        identity=Identity(name),
         standalone=True,
         clusterwide=namespace is None,
         namespaces=[namespace] if namespace else [],
         liveness_endpoint=LIVENESS,
     )
+    await unfenced.close()
 
 
-def webhook_settings() -> WebhookSettings | None:
+def webhook_settings(own_namespace: str | None) -> WebhookSettings | None:
     """None outside a cluster: there is no Service through which the API server could call us."""
-    own_namespace = os.environ.get("POD_NAMESPACE")
     if not own_namespace:
         return None
     folder = os.environ.get("ROLLOUTFLEET_WEBHOOK_CERTIFICATES")

@@ -28,6 +28,7 @@ class Certificate:
     """PEM texts."""
 
     authority: bytes
+    """Whom clients trust: the one that signed it, and the one before."""
     certificate: bytes
     key: bytes
 
@@ -74,8 +75,12 @@ def _key_bytes(key: PublicKeyTypes) -> bytes:
     return key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
-def issue(names: Sequence[str], now: datetime) -> Certificate:
-    """A certificate for these DNS names, signed by an authority whose key is forgotten at once."""
+def issue(names: Sequence[str], now: datetime, *, trusted: bytes = b"") -> Certificate:
+    """A certificate for these DNS names, signed by an authority whose key is forgotten at once.
+
+    `trusted`: authorities of the certificate that it replaces. The newest stays trusted: other replicas serve with that
+    certificate until they have read this one.
+    """
     authority_key = ec.generate_private_key(ec.SECP256R1())
     authority_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "rolloutfleet webhook authority")])
     authority = (
@@ -95,12 +100,20 @@ def issue(names: Sequence[str], now: datetime) -> Certificate:
         .sign(authority_key, hashes.SHA256())
     )
     return Certificate(
-        authority=authority.public_bytes(serialization.Encoding.PEM),
+        authority=authority.public_bytes(serialization.Encoding.PEM) + _newest(trusted),
         certificate=certificate.public_bytes(serialization.Encoding.PEM),
         key=key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         ),
     )
+
+
+def _newest(authorities: bytes) -> bytes:
+    try:
+        found = x509.load_pem_x509_certificates(authorities)
+    except ValueError:
+        return b""
+    return found[0].public_bytes(serialization.Encoding.PEM)
 
 
 def _builder(

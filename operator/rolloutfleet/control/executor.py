@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rolloutfleet.control.engine_work import EngineWork
 from rolloutfleet.control.object_writer import EXIT_SECONDS, ObjectWriter
 from rolloutfleet.control.store import FleetKey
@@ -31,13 +33,17 @@ from rolloutfleet.plan.actions import (
 
 
 class Executor:
-    def __init__(self, *, objects: ObjectWriter, tables: Tables, engines: EngineWork) -> None:
+    def __init__(
+        self, *, objects: ObjectWriter, tables: Tables, engines: EngineWork, require: Callable[[], None]
+    ) -> None:
         self._objects = objects
         self._tables = tables
         self._engines = engines
+        self._require = require
 
     async def perform(self, key: FleetKey, action: Action) -> None:
-        """Raises Stop when the plan is outdated, ApiError when the API server refuses."""
+        """Raises Stop when the plan is outdated or another replica may lead, ApiError when the API server refuses."""
+        self._require()
         match action:
             case Apply():
                 await self._objects.apply(key, action.manifest)

@@ -10,6 +10,10 @@ class Stop(Exception):
     """The rest of the plan must not be performed: it was made for a world that has moved."""
 
 
+class NotLeading(Stop):
+    """It is not certain that this replica of the operator leads: another one may have begun."""
+
+
 async def require_same_training(api: kube.KubeApi, store: FleetStore, key: FleetKey) -> None:
     """Raises Stop if the trainer has begun or ended something since the store last heard of it.
 

@@ -51,7 +51,8 @@ class ObjectWriter:
         if manifest["kind"] == "ServerGroup" and "replicas" not in manifest["spec"]:
             await self._hand_over_scale(key, manifest["metadata"]["name"])
         applied = await self._api.apply(resource, dict(manifest), field_manager=OPERATOR_MANAGER, force=True)
-        self._store.upsert(manifest["kind"], applied)
+        if self._store.upsert(manifest["kind"], applied) is not None:
+            self._enqueue(key)  # the watch will tell nothing that is new, and a group that was made wants pods
         name = f"{manifest['kind']}/{manifest['metadata']['name']}"
         self._store.applied_versions.setdefault(key, {})[name] = version_of(applied)
 
@@ -104,23 +105,30 @@ class ObjectWriter:
             return
 
     async def apply_status(self, key: FleetKey, action: ApplyStatus) -> None:
-        manifest = {
-            "apiVersion": API_VERSION,
-            "kind": action.kind,
-            # The UID keeps an apply from bringing a vanished object back to life.
-            "metadata": {"name": action.name, "namespace": key.namespace, "uid": action.uid},
-            "status": action.status,
-        }
+        resource = kube.by_kind(action.kind)
+        # The UID keeps an apply from bringing a vanished object back to life.
+        metadata = {"name": action.name, "namespace": key.namespace, "uid": action.uid}
+        if action.version:
+            metadata["resourceVersion"] = action.version
+        manifest = {"apiVersion": API_VERSION, "kind": action.kind, "metadata": metadata, "status": action.status}
         before = self._store.object(key, action.kind, action.name) or {}
         try:
-            applied = await self._api.apply(
-                kube.by_kind(action.kind), manifest, field_manager=OPERATOR_MANAGER, force=True, subresource="status"
+            held = await self._api.apply(
+                resource, manifest, field_manager=OPERATOR_MANAGER, force=True, subresource="status"
             )
-        except (kube.NotFound, kube.Conflict) as error:
+        except kube.NotFound as error:
+            raise Stop from error
+        except kube.Conflict as error:
+            # The watch may lag, and the next plan must not be made from the version that was refused just now.
+            try:
+                held = await self._api.get(resource, action.name, namespace=key.namespace)
+            except kube.NotFound:
+                raise Stop from error
+            self._store.upsert(action.kind, held)
             raise Stop from error
         if action.kind == "ServerGroup":
             self._metrics.status_written(key, action.name, before.get("status") or {}, action.status)
-        self._store.upsert(action.kind, applied)
+        self._store.upsert(action.kind, held)
 
     async def create_pod(self, key: FleetKey, manifest: Mapping[str, Any]) -> None:
         name = manifest["metadata"]["name"]

@@ -1,4 +1,4 @@
-"""The operator process: wires watches, lists, probes, queue and executor together, with kopf as the process shell.
+"""The operator process: watches, lists and leadership, with kopf as the process shell. What acts is a Term.
 
 kopf delivers watch events (but those of pods: watches.py), answers liveness and handles signals. It reconciles nothing
 and writes nothing: its handlers only feed the store and enqueue the fleet's key.
@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -18,32 +18,23 @@ from typing import Any
 import kopf
 
 from rolloutfleet.api.names import COMPONENT_TRAINER, LABEL_COMPONENT, LABEL_MANAGED_BY, MANAGED_BY
-from rolloutfleet.control.engine_work import EngineWork
-from rolloutfleet.control.executor import Executor
-from rolloutfleet.control.health import HealthChecker
+from rolloutfleet.control.leadership import Leadership
 from rolloutfleet.control.metrics import Metrics
-from rolloutfleet.control.object_writer import ObjectWriter
-from rolloutfleet.control.probes import Prober
-from rolloutfleet.control.reconcile import Reconciler
 from rolloutfleet.control.states import Sources, States
 from rolloutfleet.control.store import FleetKey, FleetStore, component_of
-from rolloutfleet.control.tables import Tables
+from rolloutfleet.control.term import Term
 from rolloutfleet.control.trainers import TrainerPods
+from rolloutfleet.control.watch_health import WatchHealth
 from rolloutfleet.control.watches import Watch
 from rolloutfleet.engine.http import Http
-from rolloutfleet.engine.router import RouterClient
-from rolloutfleet.engine.sglang import EncoderClient, EncoderTable, EngineClient
 from rolloutfleet.kube import client as kube
-from rolloutfleet.kube.queue import WorkQueue
 from rolloutfleet.plan.objects import Defaults
 
 logger = logging.getLogger(__name__)
 
-WORKERS = 8
 RESYNC_SECONDS = 60.0
-BURST_SECONDS = 0.01
 STALE_SECONDS = 5 * RESYNC_SECONDS
-"""Liveness fails when no full list has succeeded, or a fleet has waited, for this long."""
+"""Liveness fails when no full list has succeeded, a watch owed an event, or a fleet waited, for this long."""
 OURS = f"{LABEL_MANAGED_BY}={MANAGED_BY}"
 
 
@@ -57,6 +48,7 @@ PODS = Watched(kube.POD, LABEL_COMPONENT)
 WATCHED = (
     Watched(kube.ROLLOUT_SERVER, None),
     Watched(kube.SERVER_GROUP, OURS),
+    PODS,
     Watched(kube.DEPLOYMENT, OURS),
     Watched(kube.SERVICE, OURS),
     Watched(kube.ROLE, OURS),
@@ -80,59 +72,31 @@ class Operator:
         api: kube.KubeApi,
         defaults: Defaults,
         namespace: str | None,
+        leadership: Leadership | None = None,
         metrics: Metrics | None = None,
-        services: tuple[Callable[[kube.KubeApi], Awaitable[None]], ...] = (),
+        services: tuple[Callable[[], Awaitable[None]], ...] = (),
     ) -> None:
+        """`services` run in every replica, whether it leads or not."""
         self._api = api
         self._namespace = namespace
+        self._defaults = defaults
+        self._leadership = leadership or Leadership()
         self._services = services
         self._metrics = metrics or Metrics()
-        self._http = Http(max_connections=256, observe=self._metrics.asked)
+        self._http = Http(max_connections=256, observe=self._metrics.asked, before=self._before_engine_call)
         self.store = FleetStore(clock=now)
-        self.queue: WorkQueue[FleetKey] = WorkQueue()
-        States(self._metrics, Sources(store=self.store, queue=lambda: self.queue, leading=lambda: True, clock=now))
-        prober = Prober(
-            store=self.store,
-            enqueue=self._soon,
-            engine=self._engine,
-            router=self._router,
-            encoder=lambda url: EncoderClient(url, http=self._http),
-            encoder_table=self._encoder_table,
-            monotonic=time.monotonic,
-        )
-        self._health = HealthChecker(
-            store=self.store,
-            enqueue=self.queue.add,
-            engine=self._engine,
-            encoder=lambda url: EncoderClient(url, http=self._http),
-            monotonic=time.monotonic,
-            chance=random.random,
-        )
-        self._engines = EngineWork(api=api, store=self.store, prober=prober, engine=self._engine, enqueue=self._soon)
-        self._executor = Executor(
-            objects=ObjectWriter(
-                api=api,
+        self.term: Term | None = None
+        """While this replica leads."""
+        States(
+            self._metrics,
+            Sources(
                 store=self.store,
-                enqueue=self.queue.add,
-                enqueue_after=self.queue.add_after,
-                clock=now,
-                metrics=self._metrics,
-            ),
-            tables=Tables(
-                api=api,
-                store=self.store,
-                prober=prober,
-                router=self._router,
-                encoder_table=self._encoder_table,
-                enqueue_after=self.queue.add_after,
+                queue=lambda: self.term.queue if self.term is not None else None,
+                leading=lambda: self.term is not None,
                 clock=now,
             ),
-            engines=self._engines,
         )
-        self._reconciler = Reconciler(
-            store=self.store, executor=self._executor, queue=self.queue, defaults=defaults, clock=now
-        )
-        self._prober = prober
+        self._trainers = TrainerPods(api=api, store=self.store)
         self._pods = Watch(
             api=api,
             resource=PODS.resource,
@@ -141,98 +105,117 @@ class Operator:
             listed=self._pods_listed,
             saw=lambda kind_of_event, body: self.saw(PODS.resource.kind, kind_of_event, body),
         )
-        self._trainers = TrainerPods(api=api, store=self.store)
         self._tasks: list[asyncio.Task[None]] = []
         self._listed_at = time.monotonic()
-
-    def _engine(self, url: str) -> EngineClient:
-        return EngineClient(url, http=self._http)
-
-    def _router(self, url: str) -> RouterClient:
-        return RouterClient(url, http=self._http)
-
-    def _encoder_table(self, url: str) -> EncoderTable:
-        return EncoderTable(url, http=self._http)
+        self._watches = {watched.resource.kind: WatchHealth() for watched in WATCHED}
 
     async def start(self) -> None:
-        await self._resync()
-        await self._pods.list()
-        reconcile = self._metrics.timed(self._reconciler)
         self._tasks = [
+            asyncio.create_task(self._leadership.run(self._lead), name="leadership"),
             asyncio.create_task(self._pods.run(), name="watch of pods"),
-            asyncio.create_task(self._prober.run(), name="prober"),
-            asyncio.create_task(self._health.run(), name="health"),
-            asyncio.create_task(self.queue.run(workers=WORKERS, reconcile=reconcile), name="queue"),
             asyncio.create_task(self._resync_for_ever(), name="resync"),
-            asyncio.create_task(self._trainers.run(), name="trainers"),
-            *(asyncio.create_task(_service(service, self._api), name="service") for service in self._services),
+            *(asyncio.create_task(_awaited(service), name="service") for service in self._services),
         ]
 
     async def stop(self) -> None:
+        """When this returns nothing acts any more, and the next leader may have begun."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._engines.close()
         await self._http.close()
         await self._api.close()
 
+    def begin_term(self) -> Term:
+        self.term = Term(
+            api=self._api,
+            http=self._http,
+            store=self.store,
+            defaults=self._defaults,
+            clock=now,
+            require=self._leadership.require,
+            metrics=self._metrics,
+        )
+        return self.term
+
+    async def _lead(self) -> None:
+        try:
+            await self.begin_term().run(resync=self._resync, beside=self._trainers.run)
+        finally:
+            self.term = None
+
+    def _before_engine_call(self, method: str) -> None:
+        """Work on engines goes on for minutes: what changes one is sent by the leader only, each time."""
+        if method != "GET":
+            self._leadership.require()
+
     def healthy(self) -> dict[str, float]:
-        """Figures for the liveness answer; raises when a loop is dead or starved."""
-        listed = time.monotonic() - self._listed_at
-        waiting = self.queue.oldest_age()
+        """Figures for the liveness answer, of a standby too; raises when a loop is dead or starved."""
+        moment = time.monotonic()
+        listed = moment - self._listed_at
+        waiting = self.term.queue.oldest_age() if self.term is not None else 0.0
         for task in self._tasks:
             if task.done():
                 raise RuntimeError(f"task {task.get_name()} has ended")
-        silent = self._pods.silent_seconds()
-        if max(listed, waiting, silent) > STALE_SECONDS:
-            raise RuntimeError(
-                f"no full list for {listed:.0f} s, no word of pods for {silent:.0f} s, "
-                f"oldest fleet waits {waiting:.0f} s"
-            )
+        if max(listed, waiting) > STALE_SECONDS:
+            raise RuntimeError(f"no full list for {listed:.0f} s, oldest fleet waits {waiting:.0f} s")
+        for kind, watch in self._watches.items():
+            silent = watch.silent_seconds(moment)
+            if silent > STALE_SECONDS:
+                raise RuntimeError(f"the watch of {kind} has not told for {silent:.0f} s what lists find")
         return {
+            "leads": float(self.term is not None),
             "seconds_since_list": round(listed, 1),
-            "seconds_since_pod_event": round(silent, 1),
             "oldest_wait_seconds": round(waiting, 1),
         }
 
     def saw(self, kind: str, kind_of_event: str | None, body: dict[str, Any]) -> None:
         """A watch event, or an object of kopf's first list (`kind_of_event` None)."""
+        self._watches[kind].told()
         self._metrics.heard(kind)
         if kind == "Pod" and component_of(body) == COMPONENT_TRAINER:
             self._trainers.saw(body, deleted=kind_of_event == "DELETED")
             return
         if kind == "Node":
             for fleet in self.store.saw_node(body, deleted=kind_of_event == "DELETED"):
-                self.queue.add(fleet)
+                self._enqueue(fleet)
             return
         key = self.store.remove(kind, body) if kind_of_event == "DELETED" else self.store.upsert(kind, body)
         if key is None:
             return
         if kind == "Pod" and kind_of_event != "DELETED" and not ends(body):
-            self._soon(key)
+            if self.term is not None:
+                self.term.soon(key)
         else:
-            self.queue.add(key)
+            self._enqueue(key)
 
-    def _soon(self, key: FleetKey) -> None:
-        """For what comes in bursts: the pods of a fleet start together, and their engines answer together."""
-        self.queue.add_after(key, BURST_SECONDS)
+    def _enqueue(self, key: FleetKey) -> None:
+        """A standby only remembers: its first act as the leader is to look at every fleet."""
+        if self.term is not None:
+            self.term.queue.add(key)
 
-    def _replaced(self, kind: str, items: Iterable[kube.Object]) -> None:
+    def _took(self, kind: str, listed: kube.Listed) -> None:
         """A full list of a kind."""
         self._metrics.heard(kind)
-        for key in self.store.replace_nodes(items) if kind == "Node" else self.store.replace(kind, items):
-            self.queue.add(key)
+        if kind == "Node":
+            changed = self.store.replace_nodes(listed.items)
+        else:
+            changed = self.store.replace(kind, listed.items, listed.resource_version)
+        for key in changed:
+            self._enqueue(key)
 
-    def _pods_listed(self, pods: list[kube.Object]) -> None:
-        self._trainers.listed([pod for pod in pods if component_of(pod) == COMPONENT_TRAINER])
-        self._replaced(PODS.resource.kind, [pod for pod in pods if component_of(pod) != COMPONENT_TRAINER])
+    def _pods_listed(self, listed: kube.Listed) -> None:
+        self._trainers.listed(pod for pod in listed.items if component_of(pod) == COMPONENT_TRAINER)
+        self._took(PODS.resource.kind, listed)
 
     async def _resync(self) -> None:
-        """Lists replace what is held: the only way to learn of a deletion that kopf's watch did not tell."""
+        """Lists replace what is held: the only way to learn of a deletion that no watch told."""
         for watched in WATCHED:
+            kind = watched.resource.kind
             namespace = self._namespace if watched.resource.namespaced else None
             listed = await self._api.list(watched.resource, namespace=namespace, label_selector=watched.selector)
-            self._replaced(watched.resource.kind, listed.items)
+            if any(self.store.is_news(kind, item) for item in listed.items):
+                self._watches[kind].was_late(time.monotonic())
+            self._took(kind, listed)
         self._listed_at = time.monotonic()
         await self._look_for_gangs()
 
@@ -254,7 +237,7 @@ class Operator:
             logger.info("gang scheduling with %s", ", ".join(sorted(apis)) or "nothing")
         self.store.gang_apis = frozenset(apis)
         for key in self.store.replace("PodGroup", found):
-            self.queue.add(key)
+            self._enqueue(key)
 
     async def _resync_for_ever(self) -> None:
         while True:
@@ -263,8 +246,9 @@ class Operator:
                 await self._resync()
             except kube.ApiError as error:
                 logger.warning("full list failed: %s", error)
-            for key in self.store.fleet_keys():
-                self.queue.add(key)
+            if self.term is not None:
+                for key in self.store.fleet_keys():  # spread: none must wait behind all of them
+                    self.term.queue.add_after(key, RESYNC_SECONDS * random.random())  # noqa: S311
 
 
 def ends(pod: Mapping[str, Any]) -> bool:
@@ -272,8 +256,8 @@ def ends(pod: Mapping[str, Any]) -> bool:
     return "deletionTimestamp" in pod["metadata"] or (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
 
 
-async def _service(service: Callable[[kube.KubeApi], Awaitable[None]], api: kube.KubeApi) -> None:
-    await service(api)
+async def _awaited(work: Callable[[], Awaitable[None]]) -> None:
+    await work()
 
 
 def registry_for(operator: Operator) -> kopf.OperatorRegistry:
@@ -293,11 +277,14 @@ def registry_for(operator: Operator) -> kopf.OperatorRegistry:
     async def cleanup(**_: Any) -> None:
         await operator.stop()
 
-    @kopf.on.probe(id="operator", registry=registry)
+    # Permanent: kopf would keep the kubelet waiting for a second attempt after a minute.
+    @kopf.on.probe(id="operator", errors=kopf.ErrorsMode.PERMANENT, registry=registry)
     def probe(**_: Any) -> dict[str, float]:
         return operator.healthy()
 
     for watched in WATCHED:
+        if watched is PODS:
+            continue
         _watch(registry, operator, watched.resource)
     return registry
 

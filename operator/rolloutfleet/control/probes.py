@@ -68,6 +68,26 @@ class Prober:
         """Pause until the next look at a router that is to list an engine."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(CONCURRENCY)
+        self._expected: dict[FleetKey, set[str]] = {}
+        """Whom of a fleet to have looked at before anything is decided about it."""
+
+    def expect_all(self) -> None:
+        """Until each of those that are there now was looked at, its fleet is not known: as long as the time-outs of a
+        look allow."""
+        for target in self._store.targets.values():
+            for key in target.fleets if not target.deleting else ():
+                self._expected.setdefault(key, set()).add(target.uid)
+
+    def knows(self, key: FleetKey) -> bool:
+        return key not in self._expected
+
+    def _strike_off(self, uid: str) -> None:
+        """It was looked at, or is gone; the last one that was expected makes its fleet known."""
+        for key in [key for key, uids in self._expected.items() if uid in uids]:
+            self._expected[key].discard(uid)
+            if not self._expected[key]:
+                del self._expected[key]
+                self._enqueue(key)
 
     def look_soon(self, uid: str) -> None:
         """Look at this target now: something was just asked of it, or it is new."""
@@ -78,9 +98,9 @@ class Prober:
             self._schedule(uid, 0.0)
 
     async def run(self) -> None:
-        """For ever; cancelled with the process."""
-        self._store.target_changed = self.look_soon
-        for uid in self._store.targets:
+        """For ever; cancelled when the term ends."""
+        self._store.target_changed = self._changed
+        for uid in self._store.targets.keys() | set().union(*self._expected.values()):
             self._schedule(uid, 0.0)
         try:
             await asyncio.Event().wait()
@@ -91,6 +111,17 @@ class Prober:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def _changed(self, uid: str) -> None:
+        if uid in self._store.targets:
+            self.look_soon(uid)
+            return
+        timer = self._timers.pop(uid, None)
+        if timer is not None:
+            timer.cancel()
+        for held in (self._load_read, self._patience):
+            held.pop(uid, None)
+        self._strike_off(uid)
+
     def _schedule(self, uid: str, seconds: float) -> None:
         known = self._timers.pop(uid, None)
         if known is not None:
@@ -100,10 +131,9 @@ class Prober:
     def _start(self, uid: str) -> None:
         self._timers.pop(uid, None)
         target = self._store.targets.get(uid)
-        if target is None:
-            self._load_read.pop(uid, None)
-            self._patience.pop(uid, None)
-            return  # gone: nothing is scheduled any more
+        if target is None:  # it went before this term looked for the first time
+            self._changed(uid)
+            return
         self._running.add(uid)
         task = asyncio.create_task(self._guarded(target), name=f"probe {uid}")
         self._tasks.add(task)
@@ -123,6 +153,10 @@ class Prober:
             pause = SETTLED_SECONDS
         finally:
             self._running.discard(target.uid)
+        self._strike_off(target.uid)
+        if target.uid not in self._store.targets:
+            self._again.discard(target.uid)
+            return
         if target.uid in self._again:
             self._again.discard(target.uid)
             pause = 0.0

@@ -7,7 +7,6 @@ on is written at once: lives and their ends, checksums, whether the fleet serves
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime, timedelta
 from typing import Any
 
 from rolloutfleet.plan.actions import Action, ApplyStatus, Emit, Requeue
@@ -28,14 +27,14 @@ class Progress:
     """Since when status changes have waited, by kind and name of the object."""
 
     def __init__(self) -> None:
-        self._since: dict[tuple[str, str], datetime] = {}
+        self._since: dict[tuple[str, str], float] = {}
 
     def held_back(
-        self, actions: Sequence[Action], held: Mapping[tuple[str, str], Mapping[str, Any]], now: datetime
+        self, actions: Sequence[Action], held: Mapping[tuple[str, str], Mapping[str, Any]], now: float
     ) -> list[Action]:
         """The actions without statuses that can wait, and without the events about what those would have told.
 
-        `held`: the statuses as they are, by kind and name.
+        `held`: the statuses as they are, by kind and name. `now`: seconds of any clock that runs evenly.
         """
         waiting: set[tuple[str, str]] = set()
         kept: list[Action] = []
@@ -53,13 +52,11 @@ class Progress:
             kept.append(action)
         return kept
 
-    def _rest(
-        self, place: tuple[str, str], before: Mapping[str, Any], after: Mapping[str, Any], now: datetime
-    ) -> float:
+    def _rest(self, place: tuple[str, str], before: Mapping[str, Any], after: Mapping[str, Any], now: float) -> float:
         """Seconds that this status may still wait."""
         if only_progress(before, after):
             since = self._since.setdefault(place, now)
-            rest = (since + timedelta(seconds=PROGRESS_SECONDS) - now).total_seconds()
+            rest = since + PROGRESS_SECONDS - now
             if rest > 0:
                 return rest
         self._since.pop(place, None)

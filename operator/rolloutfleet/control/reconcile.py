@@ -11,7 +11,7 @@ from itertools import groupby
 from pydantic import ValidationError
 
 from rolloutfleet.control.executor import Executor
-from rolloutfleet.control.freshness import Stop
+from rolloutfleet.control.freshness import NotLeading, Stop
 from rolloutfleet.control.progress import Progress
 from rolloutfleet.control.store import FleetKey, FleetStore
 from rolloutfleet.kube.client import ApiError
@@ -36,6 +36,7 @@ INDEPENDENT = (Apply, CreatePod, DeletePod, Deregister, Register, SetGate, Emit)
 """Of one such kind, what the plan lists in a row may be done at the same time; a plan relies on the order between
 kinds: out of the routers before deleted, in status before created."""
 IN_FLIGHT = 16
+NOT_LEADING_SECONDS = 1.0
 
 
 class Reconciler:
@@ -47,16 +48,21 @@ class Reconciler:
         queue: WorkQueue[FleetKey],
         defaults: Defaults,
         clock: Callable[[], datetime],
+        looked_at: Callable[[FleetKey], bool],
     ) -> None:
+        """`looked_at`: whether the fleet's engines and routers have been asked how they are since this term began."""
         self._store = store
         self._executor = executor
         self._queue = queue
         self._defaults = defaults
         self._clock = clock
+        self._looked_at = looked_at
         self._progress: dict[FleetKey, Progress] = {}
 
     async def __call__(self, key: FleetKey) -> None:
         # Observe
+        if not self._looked_at(key):
+            return  # an engine that nobody has asked yet is not one that does not answer
         try:
             fleet = self._store.fleet(key)
         except ValidationError as error:
@@ -76,7 +82,7 @@ class Reconciler:
 
         # Act
         actions = self._progress.setdefault(key, Progress()).held_back(
-            actions, self._store.statuses(key), self._clock()
+            actions, self._store.statuses(key), asyncio.get_running_loop().time()
         )
         for kind, run in groupby(actions, key=type):
             try:
@@ -85,6 +91,9 @@ class Reconciler:
                 else:
                     for action in run:
                         await self._perform(key, action)
+            except NotLeading:
+                self._queue.add_after(key, NOT_LEADING_SECONDS)  # unless the term ends, and with it this queue
+                return
             except Stop:
                 # The world has moved: what remains of this plan was made for another one.
                 self._queue.add(key)

@@ -66,6 +66,7 @@ class Target:
     encoder: bool = False
     language_only: bool = False
     """It keeps a table of encoders."""
+    deleting: bool = False
 
 
 @dataclass
@@ -80,6 +81,17 @@ class FleetStore:
         self._clock = clock
         self._fleets: dict[FleetKey, _Seen] = {}
         self._lease_renewals: dict[FleetKey, tuple[str, datetime]] = {}
+        self._nodes: dict[str, bool] | None = None
+        """Whether each node of the cluster is ready; None until they were listed."""
+        self.gang_apis: frozenset[str] = frozenset()
+        """apiVersions of the PodGroups that the cluster knows."""
+        self.targets: dict[str, Target] = {}
+        """Whom to ask how it is, by UID: running engines (rank 0), routers, and external engines."""
+        self.forget_what_was_done()
+
+    def forget_what_was_done(self) -> None:
+        """Keep what Kubernetes has told. All else is of one term as the leader: what it asked engines and routers, what
+        it tried and what came of it."""
         self.probes: dict[str, EngineProbe] = {}
         self.tables: dict[str, dict[str, Worker] | None] = {}
         self.registering: dict[str, dict[str, datetime]] = {}
@@ -87,14 +99,8 @@ class FleetStore:
         self.create_failures: dict[FleetKey, dict[str, Trouble]] = {}
         self.catch_up_failures: dict[str, str] = {}
         self.applied_versions: dict[FleetKey, dict[str, str]] = {}
-        self._nodes: dict[str, bool] | None = None
-        """Whether each node of the cluster is ready; None until they were listed."""
-        self.gang_apis: frozenset[str] = frozenset()
-        """apiVersions of the PodGroups that the cluster knows."""
-        self.targets: dict[str, Target] = {}
-        """Whom to ask how it is, by UID: running engines (rank 0), routers, and external engines."""
         self.target_changed: Callable[[str], None] = lambda _: None
-        """Told the UID of a target that is new or has moved, or of which the kubelet's readiness probes have news."""
+        """Told the UID of a target that is new, changed or gone, or of which the kubelet's probes have news."""
 
     # What watches and lists bring
 
@@ -114,17 +120,21 @@ class FleetStore:
         objects = self._fleets.setdefault(key, _Seen()).objects.setdefault(kind, {})
         name = body["metadata"]["name"]
         held = objects.get(name)
-        same = held is not None and held["metadata"].get("uid") == body["metadata"].get("uid")
-        if same and held is not None and _version(held) >= _version(body):
+        if not _is_newer(body, held):
             return None  # our own write was answered before the watch told about it
         objects[name] = _trimmed(kind, body)
         if kind == "Lease":
             return self._renewed(key, held, body)
         if kind == "Pod":
-            self._aim_at_pod(key, body, held if same else None)
+            self._aim_at_pod(key, body, held)
         elif kind == "RolloutServer" and (_external_urls(held) or _external_urls(body)):
             self._aim_at_external()
         return key
+
+    def is_news(self, kind: str, body: Mapping[str, Any]) -> bool:
+        """Whether upsert would take it."""
+        key = self.key_of(kind, body)
+        return key is not None and _is_newer(body, self.object(key, kind, body["metadata"]["name"]))
 
     def remove(self, kind: str, body: Mapping[str, Any]) -> FleetKey | None:
         key = self.key_of(kind, body)
@@ -157,23 +167,16 @@ class FleetStore:
         return self._fleets_on({name for name in names if before.get(name) is not after.get(name)})
 
     def _fleets_on(self, names: set[str]) -> set[FleetKey]:
-        return {
-            key
-            for key in self._fleets
-            if any(
-                node_of(pod) in names
-                for pod in self._objects(key, "Pod").values()
-                if component_of(pod) == COMPONENT_ENGINE
-            )
-        }
+        return {key for key, pod in self.pods(COMPONENT_ENGINE) if node_of(pod) in names}
 
-    def replace(self, kind: str, items: Iterable[Mapping[str, Any]]) -> set[FleetKey]:
-        """A full list: what it lacks is gone."""
+    def replace(self, kind: str, items: Iterable[Mapping[str, Any]], version: str = "") -> set[FleetKey]:
+        """A full list, as of resourceVersion `version`: what it lacks is gone, unless it was made after the list."""
         changed: set[FleetKey] = set()
         listed = {(item["metadata"]["namespace"], item["metadata"]["name"], item["metadata"]["uid"]) for item in items}
         for key in list(self._fleets):
             for name, held in list(self._fleets.get(key, _Seen()).objects.get(kind, {}).items()):
-                if (key.namespace, name, held["metadata"].get("uid")) not in listed:
+                newer = bool(version) and _version(held) > int(version)
+                if (key.namespace, name, held["metadata"].get("uid")) not in listed and not newer:
                     self._forget(key, kind, held)
                     changed.add(key)
         for item in items:
@@ -186,7 +189,7 @@ class FleetStore:
         del self._fleets[key].objects[kind][held["metadata"]["name"]]
         uid = held["metadata"].get("uid", "")
         if kind == "Pod":
-            self.targets.pop(uid, None)
+            self._aim_no_more(uid)
             self.probes.pop(uid, None)
             self.tables.pop(uid, None)
             self.registering.pop(uid, None)
@@ -203,7 +206,7 @@ class FleetStore:
         uid, component = pod["metadata"]["uid"], component_of(pod)
         port = {COMPONENT_ENGINE: ENGINE_PORT, COMPONENT_ROUTER: ROUTER_PORT}.get(component)
         if port is None or not _answers(pod):
-            self.targets.pop(uid, None)
+            self._aim_no_more(uid)
             return
         target = Target(
             uid=uid,
@@ -212,10 +215,15 @@ class FleetStore:
             router=component == COMPONENT_ROUTER,
             encoder=_label(pod, LABEL_ROLE) == "Encoder",
             language_only=_label(pod, LABEL_LANGUAGE_ONLY) == "true",
+            deleting=bool(pod["metadata"].get("deletionTimestamp")),
         )
         known = self.targets.get(uid)
         self.targets[uid] = target
         if known != target or containers_ready(pod["status"]) != containers_ready((before or {}).get("status") or {}):
+            self.target_changed(uid)
+
+    def _aim_no_more(self, uid: str) -> None:
+        if self.targets.pop(uid, None) is not None:
             self.target_changed(uid)
 
     def _aim_at_external(self) -> None:
@@ -229,7 +237,7 @@ class FleetStore:
             for url, keys in fleets.items()
         }
         for uid in [uid for uid in self.targets if is_external(uid) and uid not in wanted]:
-            del self.targets[uid]
+            self._aim_no_more(uid)
             self.probes.pop(uid, None)
         for uid, target in wanted.items():
             known = self.targets.get(uid)
@@ -257,6 +265,14 @@ class FleetStore:
 
     def object(self, key: FleetKey, kind: str, name: str) -> dict[str, Any] | None:
         return self._objects(key, kind).get(name)
+
+    def pods(self, component: str) -> list[tuple[FleetKey, dict[str, Any]]]:
+        return [
+            (key, pod)
+            for key in self._fleets
+            for pod in self._objects(key, "Pod").values()
+            if component_of(pod) == component
+        ]
 
     def statuses(self, key: FleetKey) -> dict[tuple[str, str], Mapping[str, Any]]:
         """What the statuses of a fleet say, by kind and name."""
@@ -363,6 +379,12 @@ def _label(pod: Mapping[str, Any], name: str) -> str:
 
 def owned_by(child: Mapping[str, Any], uid: str) -> bool:
     return any(owner.get("uid") == uid for owner in child["metadata"].get("ownerReferences") or [])
+
+
+def _is_newer(body: Mapping[str, Any], held: Mapping[str, Any] | None) -> bool:
+    if held is None or held["metadata"].get("uid") != body["metadata"].get("uid"):
+        return True
+    return _version(body) > _version(held)
 
 
 def _version(body: Mapping[str, Any]) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections.abc import Callable
 
 from rolloutfleet.kube import client as kube
@@ -30,7 +29,7 @@ class Watch:
         resource: kube.Resource,
         namespace: str | None,
         selector: str | None,
-        listed: Callable[[list[kube.Object]], None],
+        listed: Callable[[kube.Listed], None],
         saw: Callable[[str, kube.Object], None],
         jitter: Callable[[], float] = random.random,
     ) -> None:
@@ -42,11 +41,6 @@ class Watch:
         self._saw = saw
         self._jitter = jitter
         self._version = ""
-        self._heard_at = time.monotonic()
-
-    def silent_seconds(self) -> float:
-        """Since the API server last said anything; while all is well it sends a bookmark every minute."""
-        return time.monotonic() - self._heard_at
 
     async def run(self) -> None:
         """For ever; cancelled with the process."""
@@ -54,7 +48,7 @@ class Watch:
         while True:
             try:
                 if not self._version:
-                    await self.list()
+                    await self._list()
                 await self._follow()
                 pause = FIRST_PAUSE_SECONDS  # the server ends each watch after some minutes
             except kube.Expired:
@@ -64,12 +58,10 @@ class Watch:
             await asyncio.sleep(pause * (0.5 + self._jitter() / 2))
             pause = min(2 * pause, LAST_PAUSE_SECONDS)
 
-    async def list(self) -> None:
-        """What there is, before anything is followed. Raises ApiError."""
+    async def _list(self) -> None:
         listed = await self._api.list(self._resource, namespace=self._namespace, label_selector=self._selector)
-        self._listed(listed.items)
+        self._listed(listed)
         self._version = listed.resource_version
-        self._heard_at = time.monotonic()
 
     async def _follow(self) -> None:
         events = self._api.watch(
@@ -79,7 +71,6 @@ class Watch:
             label_selector=self._selector,
         )
         async for event in events:
-            self._heard_at = time.monotonic()
             self._version = event.object["metadata"]["resourceVersion"]
             if event.type != "BOOKMARK":
                 self._saw(event.type, event.object)

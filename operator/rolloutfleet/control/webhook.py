@@ -27,8 +27,9 @@ from rolloutfleet.plan.injection import InjectionError, inject
 logger = logging.getLogger(__name__)
 
 PATH = "/mutate-pods"
-CHECK_SECONDS = 3600.0
-RETRY_SECONDS = 10.0
+CHECK_SECONDS = 60.0
+"""How soon a certificate that another replica renewed is served."""
+RETRY_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -109,9 +110,12 @@ async def _refresh(tls: ssl.SSLContext, settings: WebhookSettings, api: kube.Kub
         folder = settings.certificate_folder
         tls.load_cert_chain(folder / "tls.crt", folder / "tls.key")
         return
+    # In this order: a patch that was made from an older Secret then fails, since the replica that has renewed it
+    # writes the configuration after the Secret.
+    configuration = await api.get(kube.MUTATING_WEBHOOK, settings.configuration)
     certificate = await _own_certificate(settings, api)
     _load(tls, certificate)
-    await _publish(certificate, settings, api)
+    await _publish(certificate, configuration, settings, api)
 
 
 def _load(tls: ssl.SSLContext, certificate: Certificate) -> None:
@@ -125,7 +129,7 @@ def _load(tls: ssl.SSLContext, certificate: Certificate) -> None:
 
 
 async def _own_certificate(settings: WebhookSettings, api: kube.KubeApi) -> Certificate:
-    """From the Secret, or a new one. Of two operators at once one writes it and the other reads it again."""
+    """From the Secret, or a new one. Of two replicas at once one writes it; the other is refused and comes again."""
     names = service_names(settings.service, settings.namespace)
     try:
         secret = await api.get(kube.SECRET, settings.secret, namespace=settings.namespace)
@@ -134,7 +138,7 @@ async def _own_certificate(settings: WebhookSettings, api: kube.KubeApi) -> Cert
     held = Certificate.from_secret(secret) if secret else None
     if held is not None and not renewal_due(held, names, datetime.now(UTC)):
         return held
-    fresh = issue(names, datetime.now(UTC))
+    fresh = issue(names, datetime.now(UTC), trusted=held.authority if held is not None else b"")
     manifest: dict[str, Any] = {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -151,9 +155,10 @@ async def _own_certificate(settings: WebhookSettings, api: kube.KubeApi) -> Cert
     return fresh
 
 
-async def _publish(certificate: Certificate, settings: WebhookSettings, api: kube.KubeApi) -> None:
+async def _publish(
+    certificate: Certificate, configuration: kube.Object, settings: WebhookSettings, api: kube.KubeApi
+) -> None:
     bundle = base64.b64encode(certificate.authority).decode()
-    configuration = await api.get(kube.MUTATING_WEBHOOK, settings.configuration)
     patch: list[dict[str, Any]] = [
         {"op": "add", "path": f"/webhooks/{index}/clientConfig/caBundle", "value": bundle}
         for index, webhook in enumerate(configuration["webhooks"])

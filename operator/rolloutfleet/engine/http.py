@@ -47,12 +47,20 @@ def nobody(method: str, path: str, status: int | None, seconds: float) -> None:
     """Observes nothing."""
 
 
+def always(method: str) -> None:
+    """Lets everything pass."""
+
+
 class Http:
     """The connection pool that clients of engines and routers share; whoever makes it closes it."""
 
-    def __init__(self, *, max_connections: int, observe: Observer = nobody) -> None:
+    def __init__(
+        self, *, max_connections: int, observe: Observer = nobody, before: Callable[[str], None] = always
+    ) -> None:
+        """`before` is called with the method just before anything is sent; what it raises is raised instead."""
         self._max_connections = max_connections
         self._observe = observe
+        self._before = before
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Http:
@@ -72,6 +80,7 @@ class Http:
         if self._session is None:  # it wants a running loop
             connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=KEEP_SECONDS)
             self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+        self._before(method)
         began, status, path = time.monotonic(), None, url
         try:
             target = URL(url)

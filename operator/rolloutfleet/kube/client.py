@@ -96,9 +96,13 @@ class KubeApi:
         *,
         max_connections: int = 64,
         transport: httpx.AsyncBaseTransport | None = None,
+        before_write: Callable[[], None] | None = None,
         observe: Observer = nobody,
     ) -> None:
+        """`before_write` is called just before anything but a read is sent, repetitions too; what it raises is raised
+        instead."""
         self.credentials = credentials
+        self._before_write = before_write
         self._observe = observe
         self._http = httpx.AsyncClient(
             base_url=credentials.server,
@@ -269,6 +273,8 @@ class KubeApi:
         content = json.dumps(body) if body is not None else None
         for attempt in range(1, ATTEMPTS + 1):
             headers = self._headers() | ({"Content-Type": content_type} if content is not None else {})
+            if method != "GET" and self._before_write is not None:
+                self._before_write()
             began = time.monotonic()
             try:
                 response = await self._http.request(

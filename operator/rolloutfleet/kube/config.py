@@ -72,7 +72,9 @@ def _from_kubeconfig(kubeconfig: str | None, context: str | None) -> Credentials
         tls.load_cert_chain(configuration.cert_file, configuration.key_file)
 
     def token() -> str | None:
-        header = configuration.get_api_key_with_prefix("authorization")
+        # The client library has renamed its key for it.
+        keys = ("BearerToken", "authorization")
+        header = next(filter(None, map(configuration.get_api_key_with_prefix, keys)), None)
         return str(header).removeprefix("Bearer ") if header else None
 
     return Credentials(

@@ -24,6 +24,8 @@ class ApplyStatus:
     name: str
     uid: str
     status: Mapping[str, Any]
+    version: str = ""
+    """resourceVersion that the object must still have; empty: any."""
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,9 @@ def plan_fleet(fleet: Fleet, *, defaults: Defaults, applied_versions: Mapping[st
     statuses = [(plan, group_status(plan, training, now)) for plan in plans]
     for plan, status in statuses:
         if status != plan.group.status:
-            actions.append(_apply_status("ServerGroup", plan.group, status))
+            # Epochs rise in it: what an operator that leads no more planned must not take one back.
+            version = str(plan.group.metadata.get("resourceVersion", ""))
+            actions.append(_apply_status("ServerGroup", plan.group, status, version=version))
         actions += plan.pod_actions
     actions += _orphans(fleet, plans)
 
@@ -97,8 +99,8 @@ def _paired(seen: GroupView, peers: Sequence[EngineView]) -> GroupView:
     return replace(seen, engines=tuple(view for view in peers if view.group == seen.group.name))
 
 
-def _apply_status(kind: str, owner: Resource, status: Model) -> ApplyStatus:
-    return ApplyStatus(kind=kind, name=owner.name, uid=owner.uid, status=status.dump())
+def _apply_status(kind: str, owner: Resource, status: Model, *, version: str = "") -> ApplyStatus:
+    return ApplyStatus(kind=kind, name=owner.name, uid=owner.uid, status=status.dump(), version=version)
 
 
 def _orphans(fleet: Fleet, plans: Sequence[GroupPlan]) -> list[Action]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable
 from typing import Any
 
 from bench.scale.control_plane import NAMESPACE, credentials
@@ -48,8 +48,8 @@ class Pods:
         self._tables: dict[str, dict[str, dict[str, Any]]] = {}
         self._last_id = 0
 
-    def listed(self, pods: Iterable[kube.Object]) -> None:
-        for pod in pods:
+    def listed(self, pods: kube.Listed) -> None:
+        for pod in pods.items:
             self.saw("ADDED", pod)
 
     def saw(self, kind: str, pod: kube.Object) -> None:

@@ -394,5 +394,5 @@ def test_the_operator_tells_of_each_kind_that_it_watches_and_of_its_requests() -
     assert {kind for (kind,) in found.of("last_event_age_seconds")} == {watched.resource.kind for watched in WATCHED}
     listed = {resource for code, resource, verb in found.of("api_requests_total") if (code, verb) == ("200", "list")}
     assert listed == {watched.resource.plural for watched in WATCHED}
-    assert found.of("leader") == {(): 1}
+    assert found.of("leader") == {(): 0}
     assert "process_resident_memory_bytes" in found

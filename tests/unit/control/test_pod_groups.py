@@ -71,6 +71,7 @@ class Scene:
     def __init__(self, *served: kube.Resource) -> None:
         self.api = Cluster(*served)
         self.operator = Operator(api=self.api, defaults=DEFAULTS, namespace=None)
+        self.term = self.operator.begin_term()
         self.store = self.operator.store
         world = gang_world(settled=False)
         for action in world.plan():
@@ -85,7 +86,7 @@ class Scene:
         await self.operator._look_for_gangs()
 
     async def perform(self, action: Action) -> None:
-        await self.operator._executor.perform(KEY, action)
+        await self.term.executor.perform(KEY, action)
 
     @property
     def known(self) -> set[str]:
@@ -134,7 +135,7 @@ def test_our_own_writes_and_lists_tell_what_there_is() -> None:
         await scene.look()
         await scene.perform(CreatePodGroup(scene.manifest))
         assert scene.known == {NAME}
-        assert scene.operator.queue.depth() == 1, "its pods are made by the next plan"
+        assert scene.term.queue.depth() == 1, "its pods are made by the next plan"
         again = Scene(COSCHEDULING_POD_GROUP)
         again.api.held = scene.api.held
         await again.look()

@@ -192,7 +192,8 @@ def test_everything_that_the_operator_tells_of_fleets_is_shown() -> None:
 
 def test_prometheus_finds_the_port_by_its_name() -> None:
     base = ROOT / "manifests/base"
-    deployment = yaml.safe_load((base / "operator.yaml").read_text())
+    documents = yaml.safe_load_all((base / "operator.yaml").read_text())
+    deployment = next(document for document in documents if document["kind"] == "Deployment")
     service = yaml.safe_load((base / "metrics.yaml").read_text())
     monitor = yaml.safe_load((OVERLAY / "servicemonitor.yaml").read_text())
     (container,) = deployment["spec"]["template"]["spec"]["containers"]

@@ -88,10 +88,12 @@ def ask(
     question: Callable[[KubeApi], Awaitable[Any]],
     token: Callable[[], str | None] = lambda: "t-1",
     observe: Observer = nobody,
+    *,
+    before_write: Callable[[], None] | None = None,
 ) -> Any:
     async def scenario() -> Any:
         async with served(server) as url:
-            api = KubeApi(credentials(url, token), observe=observe)
+            api = KubeApi(credentials(url, token), observe=observe, before_write=before_write)
             try:
                 return await question(api)
             finally:
@@ -216,6 +218,27 @@ def test_a_connection_that_breaks_after_the_request_is_not_repeated(pauses: list
 
 
 # Verbs
+
+
+def test_leave_is_asked_for_before_each_attempt_to_write_and_for_no_read(pauses: list[float]) -> None:
+    class NoMore(Exception):
+        pass
+
+    given = [None, NoMore()]
+
+    def leave() -> None:
+        refusal = given.pop(0)
+        if refusal is not None:
+            raise refusal
+
+    async def read_then_write(api: KubeApi) -> None:
+        await api.get(POD, "p", namespace="rl")
+        with pytest.raises(NoMore):
+            await api.create(POD, {"metadata": {"name": "p", "namespace": "rl"}})
+
+    server = Server((200, {}), status(429, "TooManyRequests"))
+    ask(server, read_then_write, before_write=leave)
+    assert [method for method, _ in server.asked] == ["GET", "POST"], "the repetition was not sent"
 
 
 def test_the_token_is_asked_for_with_each_request() -> None:

@@ -261,7 +261,7 @@ class Pauses:
         self.clock = clock
         self.taken = 0
         self.then: dict[int, Any] = {}
-        monkeypatch.setattr(lease_module, "asyncio", SimpleNamespace(sleep=self))
+        monkeypatch.setattr(lease_module, "asyncio", SimpleNamespace(sleep=self, timeout=asyncio.timeout))
 
     async def __call__(self, seconds: float) -> None:
         self.taken += 1

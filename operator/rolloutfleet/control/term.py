@@ -1,0 +1,147 @@
+"""One term as the leader: all that acts, and all that it remembers.
+
+A new term begins with nothing of an earlier one but what watches have told: meanwhile another replica may have led,
+and engines and routers may have been changed by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from datetime import datetime
+
+from rolloutfleet.control.engine_work import EngineWork
+from rolloutfleet.control.executor import Executor
+from rolloutfleet.control.health import HealthChecker
+from rolloutfleet.control.metrics import Metrics
+from rolloutfleet.control.object_writer import ObjectWriter
+from rolloutfleet.control.probes import Prober
+from rolloutfleet.control.reconcile import Reconciler
+from rolloutfleet.control.store import FleetKey, FleetStore
+from rolloutfleet.control.tables import Tables
+from rolloutfleet.engine.http import Http
+from rolloutfleet.engine.router import RouterClient
+from rolloutfleet.engine.sglang import EncoderClient, EncoderTable, EngineClient
+from rolloutfleet.kube import client as kube
+from rolloutfleet.kube.queue import WorkQueue
+from rolloutfleet.plan.objects import Defaults
+
+logger = logging.getLogger(__name__)
+
+WORKERS = 8
+BURST_SECONDS = 0.01
+LIST_AGAIN_SECONDS = 0.5
+
+
+class Term:
+    def __init__(
+        self,
+        *,
+        api: kube.KubeApi,
+        http: Http,
+        store: FleetStore,
+        defaults: Defaults,
+        clock: Callable[[], datetime],
+        require: Callable[[], None],
+        metrics: Metrics,
+    ) -> None:
+        """`require` raises Stop when it is not certain that this replica leads."""
+        self._store = store
+        self.queue: WorkQueue[FleetKey] = WorkQueue()
+
+        def engine(url: str) -> EngineClient:
+            return EngineClient(url, http=http)
+
+        def router(url: str) -> RouterClient:
+            return RouterClient(url, http=http)
+
+        def encoder_table(url: str) -> EncoderTable:
+            return EncoderTable(url, http=http)
+
+        store.forget_what_was_done()
+        self.prober = Prober(
+            store=store,
+            enqueue=self.soon,
+            engine=engine,
+            router=router,
+            encoder=lambda url: EncoderClient(url, http=http),
+            encoder_table=encoder_table,
+            monotonic=time.monotonic,
+        )
+        self._health = HealthChecker(
+            store=store,
+            enqueue=self.queue.add,
+            engine=engine,
+            encoder=lambda url: EncoderClient(url, http=http),
+            monotonic=time.monotonic,
+            chance=random.random,
+        )
+        self._engines = EngineWork(api=api, store=store, prober=self.prober, engine=engine, enqueue=self.soon)
+        self.executor = Executor(
+            objects=ObjectWriter(
+                api=api,
+                store=store,
+                enqueue=self.queue.add,
+                enqueue_after=self.queue.add_after,
+                clock=clock,
+                metrics=metrics,
+            ),
+            tables=Tables(
+                api=api,
+                store=store,
+                prober=self.prober,
+                router=router,
+                encoder_table=encoder_table,
+                enqueue_after=self.queue.add_after,
+                clock=clock,
+            ),
+            engines=self._engines,
+            require=require,
+        )
+        reconcile = Reconciler(
+            store=store,
+            executor=self.executor,
+            queue=self.queue,
+            defaults=defaults,
+            clock=clock,
+            looked_at=self.prober.knows,
+        )
+        self.reconcile = metrics.timed(reconcile)
+
+    def soon(self, key: FleetKey) -> None:
+        """For what comes in bursts: the pods of a fleet start together, and their engines answer together."""
+        self.queue.add_after(key, BURST_SECONDS)
+
+    async def run(self, *, resync: Callable[[], Awaitable[None]], beside: Callable[[], Awaitable[None]]) -> None:
+        """For ever; cancelled when the term ends. `beside`: what else only a leader does."""
+        try:
+            await _listed(resync)
+            self.prober.expect_all()
+            for key in self._store.fleet_keys():
+                self.queue.add(key)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.prober.run(), name="prober")
+                group.create_task(self._health.run(), name="health")
+                group.create_task(self.queue.run(workers=WORKERS, reconcile=self.reconcile), name="queue")
+                group.create_task(_awaited(beside), name="beside")
+        finally:
+            await self._engines.close()
+
+
+async def _listed(resync: Callable[[], Awaitable[None]]) -> None:
+    """All that the last leader wrote is in these lists, which no watch promises: watches of two kinds run apart, and a
+    status that names a pod may be told before the pod. Read as if the pod were gone, that would cost its engine."""
+    while True:
+        try:
+            await resync()
+            return
+        except kube.ApiError as error:
+            logger.warning("full list failed: %s", error)
+            await asyncio.sleep(LIST_AGAIN_SECONDS)
+
+
+async def _awaited(work: Callable[[], Awaitable[None]]) -> None:
+    await work()

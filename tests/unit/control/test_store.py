@@ -1,0 +1,45 @@
+"""What watches, lists and our own writes tell, in whatever order they come."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rolloutfleet.api.rollout_server import RolloutServer
+from rolloutfleet.control.operator import Operator
+from rolloutfleet.control.store import FleetKey, FleetStore
+from rolloutfleet.plan.actions import Apply
+from rolloutfleet.plan.objects import wanted_children
+from unit.control.cluster import Client, Cluster
+from unit.plan.world import DEFAULTS, START, rollout_server
+
+KEY = FleetKey("rl", "qwen")
+
+
+def pod(name: str, version: int) -> dict[str, object]:
+    labels = {"rolloutfleet.dev/server": "qwen"}
+    metadata = {"name": name, "namespace": "rl", "uid": f"uid-{name}", "resourceVersion": str(version)}
+    return {"metadata": {**metadata, "labels": labels}}
+
+
+def test_a_list_removes_what_it_lacks_and_not_what_was_made_after_it() -> None:
+    store = FleetStore(clock=lambda: START)
+    store.upsert("Pod", pod("gone", 5))
+    store.upsert("Pod", pod("fresh", 12))
+    assert store.replace("Pod", [pod("held", 9)], "10") == {KEY}
+    assert [name for name in ("gone", "held", "fresh") if store.object(KEY, "Pod", name)] == ["held", "fresh"]
+
+
+def test_what_is_applied_is_planned_for_although_its_watch_event_is_no_news() -> None:
+    async def scenario() -> None:
+        cluster = Cluster()
+        operator = Operator(api=Client(cluster, "a"), defaults=DEFAULTS, namespace=None)
+        term = operator.begin_term()
+        server = RolloutServer.model_validate(rollout_server())
+        group = next(
+            child for child in wanted_children(server, DEFAULTS, pairs=False) if child["kind"] == "ServerGroup"
+        )
+        await term.executor.perform(KEY, Apply(group))
+        assert term.queue.depth() == 1
+        await operator.stop()
+
+    asyncio.run(scenario())
