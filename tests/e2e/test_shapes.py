@@ -68,7 +68,16 @@ def space(kubectl: Kubectl, operator: None, vanishing_namespaces: list[str]) -> 
         ),
         rollout_server(
             "ranks",
-            groups=[engine_group(engine={"nodes": 2, "tensorParallel": 2, "env": RANKS_ENV}, args=PRECISE)],
+            groups=[
+                engine_group(
+                    engine={"nodes": 2, "tensorParallel": 2, "env": RANKS_ENV},
+                    args=PRECISE,
+                    recovery={
+                        "backoff": {"initialSeconds": 2, "maxSeconds": 4},
+                        "healthCheck": {"periodSeconds": 2, "timeoutSeconds": 15, "failureThreshold": 2},
+                    },
+                )
+            ],
             service_accounts=("trainer",),
         ),
         trainer_pod("trainer", "actor=plain,pairs=pairs,ranks=ranks"),
@@ -147,22 +156,26 @@ def test_an_engine_of_two_pods_says_what_one_pod_says(space: Kubectl, expected: 
     assert tokens(Trainer(space, "trainer", "ranks")) == expected
 
 
-@pytest.mark.parametrize(("rank", "how"), [(1, "scheduler"), (0, "pod")])
-def test_when_either_pod_is_killed_both_come_back(
-    space: Kubectl, expected: list[list[int]], rank: int, how: str
+@pytest.mark.parametrize(
+    ("rank", "end", "reason"),
+    [(1, "SIGKILL", "EngineExited"), (1, "SIGSTOP", "Hung"), (0, "deleted", "PodDeleted")],
+)
+def test_when_either_pod_ends_or_hangs_both_come_back(
+    space: Kubectl, expected: list[list[int]], rank: int, end: str, reason: str
 ) -> None:
     """Of the follower only its scheduler: the container and its dummy /health may go on as if nothing were."""
     before = pods(space, "ranks-main")
     victim = next(name for name in before if name.endswith(f"-r{rank}"))
-    if how == "pod":
+    if end == "deleted":
         space("delete", "pod", victim, "--grace-period=0", "--force")
     else:
-        signal_engine(space, victim, "SIGKILL", part="scheduler")
+        signal_engine(space, victim, end, part="scheduler")
     eventually(
         lambda: set(pods(space, "ranks-main")),
-        60,
+        120,
         "two new pods",
         accept=lambda now: len(now) == 2 and not now & set(before),
     )
+    assert engines(space, "ranks-main")[0]["lastFailure"]["reason"] == reason
     await_routable(space, "ranks", 1)
     assert tokens(Trainer(space, "trainer", "ranks")) == expected

@@ -53,8 +53,7 @@ def plan_fleet(fleet: Fleet, *, defaults: Defaults, applied_versions: Mapping[st
     groups = [group for group in fleet.groups if not group.metadata.get("deletionTimestamp")]
     seen = [look_at(group, fleet, training, now) for group in groups]
     peers = with_pairing(with_encoders([view for group in seen for view in group.engines]))
-    recoveries = {group.group.name: group.group.spec.recovery for group in seen}
-    mass_failure = mass_failure_of([(view, recoveries[view.group]) for view in peers])
+    mass_failure = mass_failure_of(peers)
     plans = [
         plan_group(_paired(group, peers), peers, fleet, training, defaults, now, mass_failure=mass_failure)
         for group in seen

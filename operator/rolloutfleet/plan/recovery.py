@@ -102,20 +102,21 @@ def fails_checks(view: EngineView, recovery: RecoverySpec) -> bool:
     return bool(view.pods) and view.probe.unhealthy >= recovery.health_check.failure_threshold
 
 
-def mass_failure_of(engines: Sequence[tuple[EngineView, RecoverySpec]]) -> str:
+def mass_failure_of(engines: Sequence[EngineView]) -> str:
     """Says so when more than half of the engines that run look dead at once, and more than one.
 
-    Network, storage, weights or this operator's own node are likelier then than so many engines, and replacing them
-    all would lose what they hold and load the storage. Nodes that Kubernetes itself has given up are not counted.
+    One failed check makes a suspect: engines that fall together reach their thresholds one after the other. Network,
+    storage, weights or this operator's own node are likelier then than so many engines, and replacing them all would
+    lose what they hold and load the storage. Nodes that Kubernetes itself has given up are not counted.
     """
     running = [
-        (view, recovery)
-        for view, recovery in engines
+        view
+        for view in engines
         if view.record.started
         and complete(view.pods)
         and all(pod.alive and pod.node_state is NodeState.READY and not pod.external for pod in view.pods)
     ]
-    suspects = [view for view, recovery in running if fails_checks(view, recovery)]
+    suspects = [view for view in running if view.probe.unhealthy]
     if len(suspects) < 2 or 2 * len(suspects) <= len(running):
         return ""
     return (
