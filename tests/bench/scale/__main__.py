@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from bench.scale.control_plane import API, NAMESPACE, REPOSITORY, STATE, ControlPlane
+from bench.scale.control_plane import API, NAMESPACE, OPERATOR_NAMESPACE, REPOSITORY, STATE, ControlPlane
 from bench.scale.costs import AuditLog, cpu_seconds, peak_rss_mib, quantiles
 from bench.scale.watcher import Watcher, until
 from rolloutfleet.api.names import API_VERSION
@@ -143,6 +143,7 @@ class Bench:
             "KUBECONFIG": "",
             "POD_IP": API,
             "POD_NAME": "operator",
+            "POD_NAMESPACE": OPERATOR_NAMESPACE,  # with it come the Lease and the webhook
             "ROLLOUTFLEET_ROUTER_IMAGE": "router",
             "ROLLOUTFLEET_AGENT_IMAGE": "agent",
             "ROLLOUTFLEET_PLACEHOLDER_IMAGE": "placeholder",

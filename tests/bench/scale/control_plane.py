@@ -153,10 +153,9 @@ class ControlPlane:
                 await asyncio.sleep(0.2)
 
     def _install(self) -> None:
-        """The operator's manifests but for its Deployment and webhook: its process is ours, with its own account."""
+        """The operator's manifests but for its Deployment: its process is ours, with its own account."""
         rendered = yaml.safe_load_all(_kubectl("kustomize", f"{REPOSITORY}/manifests/base"))
-        skipped = ("Deployment", "MutatingWebhookConfiguration", "Service")
-        items = [manifest for manifest in rendered if manifest["kind"] not in skipped]
+        items = [manifest for manifest in rendered if manifest["kind"] != "Deployment"]
         _kubectl("apply", "--server-side", "--filename=-", stdin=_as_list(items))
         _kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
         token = _kubectl("create", "token", OPERATOR_ACCOUNT, f"--namespace={OPERATOR_NAMESPACE}", "--duration=24h")
