@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import kopf
@@ -21,7 +22,7 @@ from rolloutfleet.api.names import COMPONENT_TRAINER, LABEL_COMPONENT, LABEL_MAN
 from rolloutfleet.control.leadership import Leadership
 from rolloutfleet.control.metrics import Metrics
 from rolloutfleet.control.states import Sources, States
-from rolloutfleet.control.store import FleetKey, FleetStore, component_of
+from rolloutfleet.control.store import FleetKey, FleetStore, component_of, trimmed
 from rolloutfleet.control.term import Term
 from rolloutfleet.control.trainers import TrainerPods
 from rolloutfleet.control.watch_health import WatchHealth
@@ -102,6 +103,7 @@ class Operator:
             resource=PODS.resource,
             namespace=namespace,
             selector=PODS.selector,
+            keep=partial(trimmed, PODS.resource.kind),
             listed=self._pods_listed,
             saw=lambda kind_of_event, body: self.saw(PODS.resource.kind, kind_of_event, body),
         )
@@ -212,7 +214,9 @@ class Operator:
         for watched in WATCHED:
             kind = watched.resource.kind
             namespace = self._namespace if watched.resource.namespaced else None
-            listed = await self._api.list(watched.resource, namespace=namespace, label_selector=watched.selector)
+            listed = await self._api.list(
+                watched.resource, namespace=namespace, label_selector=watched.selector, keep=partial(trimmed, kind)
+            )
             if any(self.store.is_news(kind, item) for item in listed.items):
                 self._watches[kind].was_late(time.monotonic())
             self._took(kind, listed)

@@ -122,7 +122,7 @@ class FleetStore:
         held = objects.get(name)
         if not _is_newer(body, held):
             return None  # our own write was answered before the watch told about it
-        objects[name] = _trimmed(kind, body)
+        objects[name] = trimmed(kind, body)
         if kind == "Lease":
             return self._renewed(key, held, body)
         if kind == "Pod":
@@ -391,7 +391,7 @@ def _version(body: Mapping[str, Any]) -> int:
     return int(body["metadata"].get("resourceVersion") or 0)
 
 
-def _trimmed(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
+def trimmed(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """Without managedFields, which are often half of an object, and without what a pod was made from: neither decides
     anything here, and there are thousands of pods."""
     kept = dict(body)

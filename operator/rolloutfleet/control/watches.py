@@ -20,7 +20,7 @@ LAST_PAUSE_SECONDS = 10.0
 
 
 class Watch:
-    """`listed` is given everything there is, `saw` each change after that, in order."""
+    """`listed` is given everything there is, of each object what `keep` makes of it; `saw` each change after that."""
 
     def __init__(
         self,
@@ -29,6 +29,7 @@ class Watch:
         resource: kube.Resource,
         namespace: str | None,
         selector: str | None,
+        keep: Callable[[kube.Object], kube.Object],
         listed: Callable[[kube.Listed], None],
         saw: Callable[[str, kube.Object], None],
         jitter: Callable[[], float] = random.random,
@@ -37,6 +38,7 @@ class Watch:
         self._resource = resource
         self._namespace = namespace
         self._selector = selector
+        self._keep = keep
         self._listed = listed
         self._saw = saw
         self._jitter = jitter
@@ -59,7 +61,9 @@ class Watch:
             pause = min(2 * pause, LAST_PAUSE_SECONDS)
 
     async def _list(self) -> None:
-        listed = await self._api.list(self._resource, namespace=self._namespace, label_selector=self._selector)
+        listed = await self._api.list(
+            self._resource, namespace=self._namespace, label_selector=self._selector, keep=self._keep
+        )
         self._listed(listed)
         self._version = listed.resource_version
 

@@ -131,6 +131,7 @@ async def serve() -> None:
         resource=kube.POD,
         namespace=NAMESPACE,
         selector=LABEL_COMPONENT,
+        keep=lambda pod: pod,
         listed=pods.listed,
         saw=pods.saw,
     )

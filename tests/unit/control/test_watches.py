@@ -57,6 +57,7 @@ class Heard:
             resource=kube.POD,
             namespace=None,
             selector=None,
+            keep=lambda pod: pod,
             listed=lambda listed: self.lists.append([item["metadata"]["name"] for item in listed.items]),
             saw=lambda kind, body: self.events.append((kind, body["metadata"]["name"])),
             jitter=lambda: 0.0,
