@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE := 1
 
 ARGS ?=
 
-.PHONY: help quickstart down test bench-scale lint unit e2e generate format tools dev images up status
+.PHONY: help quickstart down test bench-recovery bench-scale chaos lint unit e2e generate format tools dev images up status api-server
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
@@ -25,14 +25,23 @@ test: tools dev ## all tests: lint, types, layers, unit, end to end on a real cl
 
 lint: dev ## ruff, mypy --strict, import-linter
 	@$(DEV)/bin/ruff check operator tests docs && $(DEV)/bin/ruff format --check operator tests docs
-	@$(DEV)/bin/mypy operator tests/unit tests/e2e tests/bench
+	@$(DEV)/bin/mypy operator tests/unit tests/e2e tests/bench tests/chaos tests/api_server
 	@$(DEV)/bin/lint-imports
 
 unit: dev ## unit and property tests, no cluster
 	@$(PYTHON) -m pytest tests/unit
 
+api-server: tools dev ## the operator against a real API server: it dies at each of its calls; no cluster
+	@$(PYTHON) -m pytest tests/api_server
+
 e2e: tools dev ## end-to-end tests; uses KUBECONFIG if set, else the local cluster
 	@bash tests/run.sh e2e
+
+bench-recovery: dev ## seconds from a fault to each step of recovery, real engines, on the running cluster; ARGS="--only kill"
+	@KUBECONFIG=$${KUBECONFIG:-/var/lib/rolloutfleet-cluster/admin.kubeconfig} $(PYTHON) -m bench.recovery $(ARGS)
+
+chaos: dev ## random faults on a fleet under load, on the running cluster; ARGS="--minutes 60 --stand-ins --seed 7"
+	@KUBECONFIG=$${KUBECONFIG:-/var/lib/rolloutfleet-cluster/admin.kubeconfig} $(PYTHON) -m chaos $(ARGS)
 
 bench-scale: tools dev ## measure the operator with 100 and 1000 fleets of stand-ins; ARGS="--only paced_100"
 	@bash tests/bench/scale/run.sh $(ARGS)

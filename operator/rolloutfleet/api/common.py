@@ -179,7 +179,8 @@ class ExternalSpec(Model):
 
 
 class BackoffSpec(Model):
-    """The pause before an engine that failed is started again; it doubles with each failure in a row."""
+    """The pause before an engine that failed again is started anew; it doubles with each further failure in a row.
+    After the first failure in a row there is none."""
 
     rules = (
         Rule(
@@ -189,6 +190,7 @@ class BackoffSpec(Model):
     )
 
     initial_seconds: Annotated[int, Field(ge=1, le=3600)] = 10
+    """After the second failure in a row."""
     max_seconds: Annotated[int, Field(ge=1, le=86400)] = 300
     """Up to a quarter of each pause is left out, by engine, so that those that failed together do not load together."""
     reset_after_seconds: Annotated[int, Field(ge=0, le=86400)] = 300

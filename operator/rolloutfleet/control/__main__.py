@@ -26,11 +26,11 @@ LIVENESS = "http://0.0.0.0:8080/healthz"
 
 async def run() -> None:
     namespace = os.environ.get("ROLLOUTFLEET_NAMESPACE") or None
-    metrics = Metrics()
     own_namespace = os.environ.get("POD_NAMESPACE")
     # kopf would ask for the user's name, which an arbitrary UID does not have.
     name = os.environ.get("POD_NAME") or socket.gethostname()
     credentials = load_credentials()
+    metrics = Metrics()
     # Of its own: a renewal waits for no connection that reconciles hold.
     unfenced = KubeApi(credentials, max_connections=4, observe=metrics.api_answered)
     leadership = Leadership(operators_lease(unfenced, own_namespace, name) if own_namespace else None)
@@ -50,8 +50,8 @@ async def run() -> None:
             image_pull_policy=os.environ.get("ROLLOUTFLEET_IMAGE_PULL_POLICY", "IfNotPresent"),
         ),
         namespace=namespace,
-        metrics=metrics,
         leadership=leadership,
+        metrics=metrics,
         services=(
             lambda: serve_metrics(metrics.registry),
             *((lambda: serve(webhook, unfenced),) if webhook is not None else ()),

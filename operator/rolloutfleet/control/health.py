@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rolloutfleet.api.common import EnginePhase, HealthCheckSpec
+from rolloutfleet.control.freshness import NotLeading
 from rolloutfleet.control.store import FleetKey, FleetStore
 from rolloutfleet.engine.errors import EngineError
 from rolloutfleet.engine.sglang import EncoderClient, EngineClient
@@ -62,7 +63,7 @@ class HealthChecker:
         self._slots = asyncio.Semaphore(CONCURRENCY)
 
     async def run(self) -> None:
-        """For ever; cancelled with the process."""
+        """For ever; cancelled when the term ends."""
         try:
             while True:
                 self.tick()
@@ -110,6 +111,8 @@ class HealthChecker:
                     healthy = await self._encoder(check.url).healthy()
                 else:
                     healthy = await self._engine(check.url).generates(seconds=seconds)
+        except NotLeading:
+            return
         except (EngineError, TimeoutError):
             healthy = False
         if check.uid in self._due:

@@ -23,7 +23,7 @@ LEASE = "rolloutfleet-operator"
 DURATION_SECONDS = 4
 RENEW_SECONDS = 1.0
 MARGIN_SECONDS = 1.0
-LOOK_SECONDS = 0.5
+LOOK_SECONDS = 0.25
 """How often a standby looks; at the end of a lease that is not renewed it looks at that moment."""
 ATTEMPT_SECONDS = 10.0
 RELEASE_SECONDS = 1.0

@@ -51,10 +51,15 @@ class ObjectWriter:
         if manifest["kind"] == "ServerGroup" and "replicas" not in manifest["spec"]:
             await self._hand_over_scale(key, manifest["metadata"]["name"])
         applied = await self._api.apply(resource, dict(manifest), field_manager=OPERATOR_MANAGER, force=True)
-        if self._store.upsert(manifest["kind"], applied) is not None:
-            self._enqueue(key)  # the watch will tell nothing that is new, and a group that was made wants pods
+        self._learned(key, manifest["kind"], applied)
         name = f"{manifest['kind']}/{manifest['metadata']['name']}"
         self._store.applied_versions.setdefault(key, {})[name] = version_of(applied)
+
+    def _learned(self, key: FleetKey, kind: str, written: Mapping[str, Any]) -> None:
+        """Take what the API server answered to a write. The plan under way does not know it, and its watch event will
+        be no news any more: without another look a status could go on saying what was before the write."""
+        if self._store.upsert(kind, written) is not None:
+            self._enqueue(key)
 
     async def _name_taken(self, key: FleetKey, resource: kube.Resource, manifest: Mapping[str, Any]) -> bool:
         """Whether an object of that name belongs to somebody else: an apply would take it from them.
@@ -106,7 +111,6 @@ class ObjectWriter:
 
     async def apply_status(self, key: FleetKey, action: ApplyStatus) -> None:
         resource = kube.by_kind(action.kind)
-        # The UID keeps an apply from bringing a vanished object back to life.
         metadata = {"name": action.name, "namespace": key.namespace, "uid": action.uid}
         if action.version:
             metadata["resourceVersion"] = action.version
@@ -128,7 +132,7 @@ class ObjectWriter:
             raise Stop from error
         if action.kind == "ServerGroup":
             self._metrics.status_written(key, action.name, before.get("status") or {}, action.status)
-        self._store.upsert(action.kind, held)
+        self._learned(key, action.kind, held)
 
     async def create_pod(self, key: FleetKey, manifest: Mapping[str, Any]) -> None:
         name = manifest["metadata"]["name"]
@@ -146,7 +150,7 @@ class ObjectWriter:
             self._refused(key, name, trouble)
             return
         failures.pop(name, None)
-        self._store.upsert("Pod", created)
+        self._learned(key, "Pod", created)
 
     async def create_pod_group(self, key: FleetKey, manifest: Mapping[str, Any]) -> None:
         """No watch tells about PodGroups: the store learns of this one here, and the next plan makes its pods."""
@@ -211,7 +215,7 @@ class ObjectWriter:
             )
         except (kube.NotFound, kube.Conflict):
             return
-        self._store.upsert("Pod", applied)
+        self._learned(key, "Pod", applied)
 
     async def emit(self, key: FleetKey, action: Emit) -> None:
         try:

@@ -27,7 +27,7 @@ from rolloutfleet.control.term import Term
 from rolloutfleet.control.trainers import TrainerPods
 from rolloutfleet.control.watch_health import WatchHealth
 from rolloutfleet.control.watches import Watch
-from rolloutfleet.engine.http import Http
+from rolloutfleet.engine.http import Http, Send
 from rolloutfleet.kube import client as kube
 from rolloutfleet.plan.objects import Defaults
 
@@ -76,15 +76,18 @@ class Operator:
         leadership: Leadership | None = None,
         metrics: Metrics | None = None,
         services: tuple[Callable[[], Awaitable[None]], ...] = (),
+        send: Send | None = None,
+        resync_seconds: float = RESYNC_SECONDS,
     ) -> None:
-        """`services` run in every replica, whether it leads or not."""
+        """`services` run in every replica, whether it leads or not. `send` replaces the way to engines and routers."""
         self._api = api
         self._namespace = namespace
         self._defaults = defaults
         self._leadership = leadership or Leadership()
         self._services = services
+        self._resync_seconds = resync_seconds
         self._metrics = metrics or Metrics()
-        self._http = Http(max_connections=256, observe=self._metrics.asked, before=self._before_engine_call)
+        self._http = Http(max_connections=256, observe=self._metrics.asked, before=self._before_engine_call, send=send)
         self.store = FleetStore(clock=now)
         self.term: Term | None = None
         """While this replica leads."""
@@ -134,8 +137,8 @@ class Operator:
             store=self.store,
             defaults=self._defaults,
             clock=now,
-            require=self._leadership.require,
             metrics=self._metrics,
+            require=self._leadership.require,
         )
         return self.term
 
@@ -172,8 +175,8 @@ class Operator:
 
     def saw(self, kind: str, kind_of_event: str | None, body: dict[str, Any]) -> None:
         """A watch event, or an object of kopf's first list (`kind_of_event` None)."""
-        self._watches[kind].told()
         self._metrics.heard(kind)
+        self._watches[kind].told()
         if kind == "Pod" and component_of(body) == COMPONENT_TRAINER:
             self._trainers.saw(body, deleted=kind_of_event == "DELETED")
             return
@@ -199,7 +202,7 @@ class Operator:
         """A full list of a kind."""
         self._metrics.heard(kind)
         if kind == "Node":
-            changed = self.store.replace_nodes(listed.items)
+            changed = self.store.replace_nodes(listed.items, listed.resource_version)
         else:
             changed = self.store.replace(kind, listed.items, listed.resource_version)
         for key in changed:
@@ -245,7 +248,7 @@ class Operator:
 
     async def _resync_for_ever(self) -> None:
         while True:
-            await asyncio.sleep(RESYNC_SECONDS)
+            await asyncio.sleep(self._resync_seconds)
             try:
                 await self._resync()
             except kube.ApiError as error:

@@ -190,6 +190,7 @@ class Prober:
             after = replace(
                 known,
                 answering=True,
+                closed=False,
                 misses=0,
                 paused=paused,
                 label=info.weight_version,

@@ -27,6 +27,7 @@ from rolloutfleet.api.names import (
 )
 from rolloutfleet.api.rollout_server import RolloutServer
 from rolloutfleet.api.server_group import ServerGroup
+from rolloutfleet.control.nodes import Nodes
 from rolloutfleet.plan.failures import Trouble
 from rolloutfleet.plan.objects import CHILD_KINDS
 from rolloutfleet.plan.observed import (
@@ -40,13 +41,15 @@ from rolloutfleet.plan.observed import (
     external_uid,
     is_external,
     node_of,
-    node_ready,
     pod_group,
     pod_url,
     router_pod,
 )
 
 logger = logging.getLogger(__name__)
+
+GONE_KEPT = timedelta(minutes=10)
+"""Far longer than any list, event or answer is under way."""
 
 
 class FleetKey(NamedTuple):
@@ -81,8 +84,9 @@ class FleetStore:
         self._clock = clock
         self._fleets: dict[FleetKey, _Seen] = {}
         self._lease_renewals: dict[FleetKey, tuple[str, datetime]] = {}
-        self._nodes: dict[str, bool] | None = None
-        """Whether each node of the cluster is ready; None until they were listed."""
+        self._nodes = Nodes()
+        self._gone: dict[str, datetime] = {}
+        """Objects that are no more, by UID: lists, events and answers that were under way may still tell of them."""
         self.gang_apis: frozenset[str] = frozenset()
         """apiVersions of the PodGroups that the cluster knows."""
         self.targets: dict[str, Target] = {}
@@ -115,7 +119,7 @@ class FleetStore:
     def upsert(self, kind: str, body: Mapping[str, Any]) -> FleetKey | None:
         """Take a newer version of an object; the key of its fleet if anything changed."""
         key = self.key_of(kind, body)
-        if key is None:
+        if key is None or body["metadata"]["uid"] in self._gone:
             return None
         objects = self._fleets.setdefault(key, _Seen()).objects.setdefault(kind, {})
         name = body["metadata"]["name"]
@@ -134,10 +138,13 @@ class FleetStore:
     def is_news(self, kind: str, body: Mapping[str, Any]) -> bool:
         """Whether upsert would take it."""
         key = self.key_of(kind, body)
-        return key is not None and _is_newer(body, self.object(key, kind, body["metadata"]["name"]))
+        if key is None or body["metadata"]["uid"] in self._gone:
+            return False
+        return _is_newer(body, self.object(key, kind, body["metadata"]["name"]))
 
     def remove(self, kind: str, body: Mapping[str, Any]) -> FleetKey | None:
         key = self.key_of(kind, body)
+        self._gone[body["metadata"]["uid"]] = self._clock()
         if key is None or key not in self._fleets:
             return None
         objects = self._fleets[key].objects.get(kind, {})
@@ -149,25 +156,15 @@ class FleetStore:
 
     def saw_node(self, node: Mapping[str, Any], *, deleted: bool) -> set[FleetKey]:
         """Take news of a node; the fleets that have pods on it, if it changed between ready, not ready and gone."""
-        name = node["metadata"]["name"]
-        before = self._nodes.get(name) if self._nodes is not None else None
-        if self._nodes is None:
-            return set()  # the first list will tell
-        if deleted:
-            self._nodes.pop(name, None)
-        else:
-            self._nodes[name] = node_ready(node)
-        return self._fleets_on({name}) if self._nodes.get(name) is not before else set()
+        return self._fleets_on(self._nodes.saw(node, deleted=deleted))
 
-    def replace_nodes(self, nodes: Iterable[Mapping[str, Any]]) -> set[FleetKey]:
-        """A full list of nodes."""
-        before, after = self._nodes or {}, {node["metadata"]["name"]: node_ready(node) for node in nodes}
-        self._nodes = after
-        names = before.keys() | after.keys()
-        return self._fleets_on({name for name in names if before.get(name) is not after.get(name)})
+    def replace_nodes(self, nodes: Iterable[Mapping[str, Any]], version: str) -> set[FleetKey]:
+        """A full list of nodes, as of resourceVersion `version`."""
+        pods = [pod for _, pod in self.pods(COMPONENT_ENGINE)]
+        return self._fleets_on(self._nodes.replace(nodes, version, pods))
 
     def _fleets_on(self, names: set[str]) -> set[FleetKey]:
-        return {key for key, pod in self.pods(COMPONENT_ENGINE) if node_of(pod) in names}
+        return {key for key, pod in self.pods(COMPONENT_ENGINE) if node_of(pod) in names} if names else set()
 
     def replace(self, kind: str, items: Iterable[Mapping[str, Any]], version: str = "") -> set[FleetKey]:
         """A full list, as of resourceVersion `version`: what it lacks is gone, unless it was made after the list."""
@@ -179,10 +176,14 @@ class FleetStore:
                 if (key.namespace, name, held["metadata"].get("uid")) not in listed and not newer:
                     self._forget(key, kind, held)
                     changed.add(key)
+                    if version:
+                        self._gone[held["metadata"]["uid"]] = self._clock()
         for item in items:
             upserted = self.upsert(kind, item)
             if upserted is not None:
                 changed.add(upserted)
+        oldest = self._clock() - GONE_KEPT
+        self._gone = {uid: since for uid, since in self._gone.items() if since > oldest}
         return changed
 
     def _forget(self, key: FleetKey, kind: str, held: Mapping[str, Any]) -> None:
@@ -306,7 +307,9 @@ class FleetStore:
             groups=tuple(
                 sorted((_group(child) for child in owned["ServerGroup"]), key=lambda group: group.metadata["name"])
             ),
-            engine_pods=tuple(engine_pod(pod, self._nodes) for pod in pods if component_of(pod) == COMPONENT_ENGINE),
+            engine_pods=tuple(
+                engine_pod(pod, self._nodes.states) for pod in pods if component_of(pod) == COMPONENT_ENGINE
+            ),
             router_pods=tuple(
                 router_pod(
                     pod,
@@ -382,9 +385,8 @@ def owned_by(child: Mapping[str, Any], uid: str) -> bool:
 
 
 def _is_newer(body: Mapping[str, Any], held: Mapping[str, Any] | None) -> bool:
-    if held is None or held["metadata"].get("uid") != body["metadata"].get("uid"):
-        return True
-    return _version(body) > _version(held)
+    """An object that was made anew under its name is newer as well."""
+    return held is None or _version(body) > _version(held)
 
 
 def _version(body: Mapping[str, Any]) -> int:

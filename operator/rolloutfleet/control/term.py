@@ -22,6 +22,7 @@ from rolloutfleet.control.probes import Prober
 from rolloutfleet.control.reconcile import Reconciler
 from rolloutfleet.control.store import FleetKey, FleetStore
 from rolloutfleet.control.tables import Tables
+from rolloutfleet.control.tripwire import Tripwire
 from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.engine.sglang import EncoderClient, EncoderTable, EngineClient
@@ -45,11 +46,12 @@ class Term:
         store: FleetStore,
         defaults: Defaults,
         clock: Callable[[], datetime],
-        require: Callable[[], None],
         metrics: Metrics,
+        require: Callable[[], None],
     ) -> None:
         """`require` raises Stop when it is not certain that this replica leads."""
         self._store = store
+        self._metrics = metrics
         self.queue: WorkQueue[FleetKey] = WorkQueue()
 
         def engine(url: str) -> EngineClient:
@@ -79,6 +81,7 @@ class Term:
             monotonic=time.monotonic,
             chance=random.random,
         )
+        self._tripwire = Tripwire(store=store, enqueue=self.queue.add, look_soon=self.prober.look_soon)
         self._engines = EngineWork(api=api, store=store, prober=self.prober, engine=engine, enqueue=self.soon)
         self.executor = Executor(
             objects=ObjectWriter(
@@ -101,7 +104,7 @@ class Term:
             engines=self._engines,
             require=require,
         )
-        reconcile = Reconciler(
+        self.reconcile = Reconciler(
             store=store,
             executor=self.executor,
             queue=self.queue,
@@ -109,7 +112,6 @@ class Term:
             clock=clock,
             looked_at=self.prober.knows,
         )
-        self.reconcile = metrics.timed(reconcile)
 
     def soon(self, key: FleetKey) -> None:
         """For what comes in bursts: the pods of a fleet start together, and their engines answer together."""
@@ -122,10 +124,12 @@ class Term:
             self.prober.expect_all()
             for key in self._store.fleet_keys():
                 self.queue.add(key)
+            reconcile = self._metrics.timed(self.reconcile)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.prober.run(), name="prober")
                 group.create_task(self._health.run(), name="health")
-                group.create_task(self.queue.run(workers=WORKERS, reconcile=self.reconcile), name="queue")
+                group.create_task(self._tripwire.run(), name="tripwire")
+                group.create_task(self.queue.run(workers=WORKERS, reconcile=reconcile), name="queue")
                 group.create_task(_awaited(beside), name="beside")
         finally:
             await self._engines.close()

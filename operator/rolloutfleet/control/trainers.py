@@ -6,6 +6,7 @@ The agent cannot: its rights come from the Role that is made with the server.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
@@ -13,6 +14,7 @@ from typing import Any
 
 from rolloutfleet.api.names import ANNOTATION_ROLLOUT_SERVERS
 from rolloutfleet.control.events import event_manifest
+from rolloutfleet.control.freshness import NotLeading
 from rolloutfleet.control.store import FleetKey, FleetStore
 from rolloutfleet.kube import client as kube
 from rolloutfleet.plan.actions import Emit
@@ -48,14 +50,15 @@ class TrainerPods:
             self.saw(body, deleted=False)
 
     async def run(self) -> None:
-        """For ever; cancelled with the process."""
+        """For ever; cancelled when the term ends."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             for uid, pod in list(self._pods.items()):
                 for server in _servers(pod):
                     exists = self._store.server(FleetKey(pod["metadata"]["namespace"], server)) is not None
                     if exists == ((uid, server) in self._missing):
-                        await self._tell(pod, server, exists)
+                        with contextlib.suppress(NotLeading):
+                            await self._tell(pod, server, exists)
 
     async def _tell(self, pod: dict[str, Any], server: str, exists: bool) -> None:
         metadata = pod["metadata"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,16 +51,27 @@ def always(method: str) -> None:
     """Lets everything pass."""
 
 
+Send = Callable[[str, URL, Any, aiohttp.ClientTimeout, dict[str, str] | None], Awaitable[Answer]]
+"""Method, URL, JSON body or None, time-outs, headers. Raises aiohttp.ClientError, TimeoutError, OSError."""
+
+
 class Http:
     """The connection pool that clients of engines and routers share; whoever makes it closes it."""
 
     def __init__(
-        self, *, max_connections: int, observe: Observer = nobody, before: Callable[[str], None] = always
+        self,
+        *,
+        max_connections: int,
+        observe: Observer = nobody,
+        before: Callable[[str], None] = always,
+        send: Send | None = None,
     ) -> None:
-        """`before` is called with the method just before anything is sent; what it raises is raised instead."""
+        """`before` is called with the method just before anything is sent; what it raises is raised instead. `send`
+        replaces the pool."""
         self._max_connections = max_connections
         self._observe = observe
         self._before = before
+        self._send = send or self._through_pool
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Http:
@@ -76,23 +87,27 @@ class Http:
     async def ask(
         self, method: str, url: str, *, body: Any, timeout: aiohttp.ClientTimeout, headers: dict[str, str] | None
     ) -> Answer:
-        """Raises what aiohttp raises."""
+        """Raises aiohttp.ClientError, TimeoutError, OSError, and ValueError for an URL that is none."""
+        self._before(method)
+        target = URL(url)
+        began, status = time.monotonic(), None
+        try:
+            answer = await self._send(method, target, body, timeout, headers)
+            status = answer.status
+            return answer
+        finally:
+            self._observe(method, target.path, status, time.monotonic() - began)
+
+    async def _through_pool(
+        self, method: str, url: URL, body: Any, timeout: aiohttp.ClientTimeout, headers: dict[str, str] | None
+    ) -> Answer:
         if self._session is None:  # it wants a running loop
             connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=KEEP_SECONDS)
             self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
-        self._before(method)
-        began, status, path = time.monotonic(), None, url
-        try:
-            target = URL(url)
-            path = target.path
-            async with self._session.request(
-                method, target, json=body, timeout=timeout, headers=headers, allow_redirects=False
-            ) as response:
-                answer = Answer(status=response.status, body=await response.read())
-                status = answer.status
-                return answer
-        finally:
-            self._observe(method, path, status, time.monotonic() - began)
+        async with self._session.request(
+            method, url, json=body, timeout=timeout, headers=headers, allow_redirects=False
+        ) as response:
+            return Answer(status=response.status, body=await response.read())
 
 
 class HttpPeer:

@@ -93,19 +93,19 @@ class WatchEvent:
 
 
 class KubeApi:
-    """Raises ApiError and its kinds (kube/errors.py). `transport`: another one than httpx's own."""
+    """Raises ApiError and its kinds (kube/errors.py)."""
 
     def __init__(
         self,
         credentials: Credentials,
         *,
         max_connections: int = 64,
-        transport: httpx.AsyncBaseTransport | None = None,
         before_write: Callable[[], None] | None = None,
         observe: Observer = nobody,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """`before_write` is called just before anything but a read is sent, repetitions too; what it raises is raised
-        instead."""
+        instead. `transport` replaces the way to the API server, its TLS included."""
         self.credentials = credentials
         self._before_write = before_write
         self._observe = observe

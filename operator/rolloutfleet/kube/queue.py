@@ -62,7 +62,7 @@ class WorkQueue(Generic[K]):
         return max((now - since for since in self._waiting.values()), default=0.0)
 
     async def run(self, *, workers: int, reconcile: Callable[[K], Awaitable[None]]) -> None:
-        """For ever; cancelled with the process."""
+        """For ever, until it is cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(workers):

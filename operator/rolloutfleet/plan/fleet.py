@@ -17,9 +17,11 @@ from rolloutfleet.api.weight_labels import parse_label
 from rolloutfleet.plan.actions import (
     Action,
     Adopt,
+    Apply,
     ApplyStatus,
     CatchUp,
     Continue,
+    DeleteObject,
     DeletePod,
     Deregister,
     Requeue,
@@ -85,13 +87,22 @@ def plan_fleet(fleet: Fleet, *, defaults: Defaults, applied_versions: Mapping[st
     actions += table_changes(engines)
     actions += pair_checks(engines, fleet.busy, training)
 
-    overall = server_status(fleet, statuses, membership, training, now)
+    generation = fleet.server.status.observed_generation if _groups_change(fleet, actions) else fleet.server.generation
+    overall = server_status(fleet, statuses, membership, training, now, generation=generation)
     if overall != fleet.server.status.model_copy(update={"training": None}):
         actions.append(_apply_status("RolloutServer", fleet.server, overall))
     for plan, status in statuses:
         actions += group_events(plan.group, status)
     actions += server_events(fleet.server, overall)
     return actions + _wake_up(engines, plans, training, now)
+
+
+def _groups_change(fleet: Fleet, actions: Sequence[Action]) -> bool:
+    """What this plan says of groups that it is about to change must not pass for an answer to the new spec."""
+    deleted = any(isinstance(action, DeleteObject) and action.kind == "ServerGroup" for action in actions)
+    applied = [action.manifest for action in actions if isinstance(action, Apply)]
+    groups = [manifest["metadata"]["name"] for manifest in applied if manifest["kind"] == "ServerGroup"]
+    return deleted or any(f"ServerGroup/{name}" not in fleet.create_failures for name in groups)
 
 
 def _paired(seen: GroupView, peers: Sequence[EngineView]) -> GroupView:

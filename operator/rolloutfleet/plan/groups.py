@@ -37,7 +37,16 @@ from rolloutfleet.plan.objects import Defaults, disaggregated
 from rolloutfleet.plan.observed import EnginePod, EngineProbe, Fleet, external_uid
 from rolloutfleet.plan.overlay import OverlayError
 from rolloutfleet.plan.pairing import OTHER, peer_revisions, stuck
-from rolloutfleet.plan.recovery import end_of_life, next_life, rests, resumed, silence, to_force
+from rolloutfleet.plan.recovery import (
+    awaits_its_word,
+    end_of_life,
+    next_life,
+    rests,
+    resumed,
+    silence,
+    to_force,
+    told_how,
+)
 from rolloutfleet.plan.requests import Requests, requests_of
 from rolloutfleet.plan.revision import group_revision
 from rolloutfleet.plan.training import Training, expected_checksum
@@ -239,7 +248,7 @@ def _next(
     """The engine with the life that it should have: this one, or a new one."""
     if seen.group.spec.external is not None:
         return _external_next(view)
-    record, recovery = view.record, seen.group.spec.recovery
+    record, recovery = told_how(view.record, seen.pods), seen.group.spec.recovery
     failure = end_of_life(view, recovery, now, held=training.held, mass_failure=mass_failure) or stuck(view, peers)
     if view.pod is not None and view.pod.identity in training.ambiguous_pods:
         text = "the trainer died while it released or resumed this engine's memory"
@@ -317,7 +326,7 @@ def _pods(
         index: max((pod.epoch for pod in seen.pods if pod.index == index and pod.ended), default=0) for index in resting
     }
     for pod in seen.pods:
-        if pod.uid in keep or pod.deleting:
+        if pod.uid in keep or pod.deleting or any(awaits_its_word(pod, view.record, now) for view in engines):
             continue
         evidence = pod.ended and newest_ended.get(pod.index) == pod.epoch
         if not evidence:  # the last failed pod stays for diagnosis until its successor starts

@@ -33,8 +33,8 @@ def membership_of(engines: Iterable[EngineView], training: Training) -> Membersh
         pod = engine.pod
         if pod is None or not pod.alive or not pod.url or engine.leaving or engine.aside or not engine.fits:
             continue
-        if pod.external and not engine.answering:
-            continue  # no pod's event will say that it has ended
+        if (pod.external and not engine.answering) or engine.probe.closed:
+            continue  # of the one no pod's event will say that it has ended, of the other it will a moment later
         if engine.role == "Encoder" or (engine.lacks_encoder and engine.answering):
             continue
         if training.held or pod.identity in training.memory_held:

@@ -125,6 +125,8 @@ class EngineProbe:
     pair_failures: Mapping[str, int] = field(default_factory=dict)
     """Requests in a row that failed, by UID of the peer pod."""
     pair_error: str = ""
+    closed: bool = False
+    """Nobody listens at its port any more, although a connection of ours stood: its server has ended."""
     unhealthy: int = 0
     """Health checks in a row without an answer, while nobody held the engine."""
     recheck: bool = False
@@ -229,7 +231,7 @@ class Fleet:
     """Ours, by name."""
 
 
-def engine_pod(pod: Mapping[str, Any], nodes: Mapping[str, bool] | None = None) -> EnginePod:
+def engine_pod(pod: Mapping[str, Any], nodes: Mapping[str, bool | None] | None = None) -> EnginePod:
     """`nodes`: readiness of every node of the cluster; None while that is not known."""
     metadata, status = pod["metadata"], pod.get("status") or {}
     labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
@@ -266,10 +268,11 @@ def node_ready(node: Mapping[str, Any]) -> bool:
     return _condition(node.get("status") or {}, "Ready") is True
 
 
-def _node_state(name: str, nodes: Mapping[str, bool] | None) -> NodeState:
-    if not name or nodes is None:
+def _node_state(name: str, nodes: Mapping[str, bool | None] | None) -> NodeState:
+    """`nodes`: whether each is ready, None of one that is gone; nobody has told yet of one that is not there."""
+    if nodes is None or name not in nodes:
         return NodeState.READY
-    if name not in nodes:
+    if nodes[name] is None:
         return NodeState.GONE
     return NodeState.READY if nodes[name] else NodeState.NOT_READY
 

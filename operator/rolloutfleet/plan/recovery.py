@@ -3,8 +3,9 @@
 - A pod that ended, or that somebody ends, is believed at once: the next life begins.
 - What only looks dead from outside (a node that is silent, a check that gets no answer) is judged by rules with a
   threshold, never while the trainer holds the fleet, and never when most engines look dead together.
-- An end that says something against the engine makes its next life wait, longer each time, and for somebody to resume
-  it after `maxRestarts`. An end that says nothing against it costs nothing.
+- An end that says something against the engine counts. After the first in a row its next life begins at once, as a
+  kubelet's container does: what fails once in a while should not wait. From the second on it waits, longer each time,
+  and after `maxRestarts` for somebody to resume it. An end that says nothing against it costs nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ HARMLESS_ENDS = frozenset(
     }
 )
 """Ends that say nothing against the engine: the next life begins at once and no backoff grows."""
+
+ENDED = "ServerEnded"
+"""Seen from outside, before its kubelet has told how."""
+KUBELETS_WORD = timedelta(seconds=10)
+"""For how long the pod of such an engine is kept, so that status can tell."""
 
 NODE_SILENCE = timedelta(seconds=10)
 """For how long an engine on a node that is not ready must have been silent itself: one missed look is not enough, and
@@ -61,6 +67,8 @@ def _ended_by_itself(view: EngineView) -> Failure | None:
             return Failure(reason="NodeGone", message=f"node {pod.node} is no more", pod=pod.name)
         if pod.trouble is not None and pod.trouble.ended:
             return Failure(reason=pod.trouble.reason, message=pod.trouble.message, pod=pod.name, log=pod.trouble.log)
+    if view.probe.closed and record.started:
+        return Failure(reason="ServerEnded", message="nobody listens at its port any more", pod=record.pod)
     if record.pod_uid:  # all of them were there
         if not complete(pods) or pods[0].rank != 0:
             return Failure(reason="PodDeleted", message="a pod of it is gone", pod=record.pod)
@@ -132,19 +140,21 @@ def next_life(record: EngineStatus, failure: Failure, epoch: int, group: ServerG
     blameless = failure.reason in HARMLESS_ENDS
     before = 0 if _proved_itself(record, recovery, now) else record.failures_in_row
     failures = before if blameless else before + 1
-    pause = timedelta() if blameless else backoff(failures, recovery, f"{group.uid}/{record.index}/{epoch}")
+    given_up = recovery.max_restarts is not None and failures > recovery.max_restarts
+    pause = timedelta()
+    if not (blameless or given_up):
+        pause = backoff(failures, recovery, f"{group.uid}/{record.index}/{epoch}")
     kept = failure.model_copy(
         update={"time": now.isoformat(timespec="milliseconds"), "log": failure.log if roomy else ""}
     )
-    given_up = recovery.max_restarts is not None and failures > recovery.max_restarts
     return EngineStatus(
         index=record.index,
         epoch=epoch,
         revision=record.revision,
-        phase=EnginePhase.PENDING if blameless else EnginePhase.FAILED,
+        phase=EnginePhase.FAILED if pause or given_up else EnginePhase.PENDING,
         restarts=record.restarts + (not given_up),
         failures_in_row=failures,
-        retry_at="" if blameless or given_up else (now + pause).isoformat(timespec="milliseconds"),
+        retry_at=(now + pause).isoformat(timespec="milliseconds") if pause else "",
         last_failure=kept,
         recoveries=begun(record.recoveries, epoch, failure.reason, now, keep=5 if roomy else 1),
     )
@@ -154,15 +164,42 @@ ROOMY = 100
 """Engines of a group up to which each keeps a log and several recoveries: an object in etcd has about 1.5 MB."""
 
 
+def told_how(record: EngineStatus, pods: Sequence[EnginePod]) -> EngineStatus:
+    """The record with its kubelet's word on an end that we saw first."""
+    last = record.last_failure
+    if last is None or last.reason != ENDED:
+        return record
+    trouble = next((pod.trouble for pod in pods if pod.name == last.pod and pod.ended), None)
+    if trouble is None:
+        return record
+    told = last.model_copy(update={"reason": trouble.reason, "message": trouble.message, "log": trouble.log})
+    recoveries = tuple(
+        recovery.model_copy(update={"reason": trouble.reason}) if recovery.reason == ENDED else recovery
+        for recovery in record.recoveries
+    )
+    return record.model_copy(update={"last_failure": told, "recoveries": recoveries})
+
+
+def awaits_its_word(pod: EnginePod, record: EngineStatus, now: datetime) -> bool:
+    """This pod's kubelet is about to say how the engine's last life ended."""
+    last = record.last_failure
+    if last is None or last.reason != ENDED or last.pod != pod.name or pod.node_state is not NodeState.READY:
+        return False
+    since = parse_time(last.time)
+    return since is not None and now - since < KUBELETS_WORD
+
+
 def _proved_itself(record: EngineStatus, recovery: RecoverySpec, now: datetime) -> bool:
     since = parse_time(record.serving_since)
     return since is not None and now - since >= timedelta(seconds=recovery.backoff.reset_after_seconds)
 
 
 def backoff(failures: int, recovery: RecoverySpec, life: str) -> timedelta:
-    """initialSeconds, doubled with each further failure in a row, at most maxSeconds; up to a quarter less, by the
-    name of the life: the same for everybody who asks, and another for each engine."""
-    seconds = recovery.backoff.initial_seconds * 2 ** min(max(failures - 1, 0), 30)
+    """None after the first failure in a row; then initialSeconds, doubled with each further one, at most maxSeconds; up
+    to a quarter less, by the name of the life: the same for everybody who asks, and another for each engine."""
+    if failures < 2:
+        return timedelta()
+    seconds = recovery.backoff.initial_seconds * 2 ** min(failures - 2, 30)
     share = int(digest(life)[:4], 16) / 0xFFFF
     return timedelta(seconds=min(seconds, recovery.backoff.max_seconds) * (1 - share / 4))
 

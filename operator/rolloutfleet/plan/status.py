@@ -16,13 +16,14 @@ from rolloutfleet.api.rollout_server import (
     RouterStatus,
     WeightsStatus,
 )
-from rolloutfleet.api.server_group import EngineStatus, ServerGroup, ServerGroupStatus
+from rolloutfleet.api.server_group import EngineStatus, Failure, ServerGroup, ServerGroupStatus
 from rolloutfleet.plan.actions import Action, Emit
 from rolloutfleet.plan.engines import EngineView, Weights
 from rolloutfleet.plan.groups import GroupPlan
 from rolloutfleet.plan.membership import Membership, serves
 from rolloutfleet.plan.objects import places
 from rolloutfleet.plan.observed import Fleet
+from rolloutfleet.plan.recovery import ENDED
 from rolloutfleet.plan.training import Training
 
 SERVING = "Serving"
@@ -93,8 +94,10 @@ def server_status(
     membership: Membership,
     training: Training,
     now: datetime,
+    *,
+    generation: int,
 ) -> RolloutServerStatus:
-    """All of the status but `training`, which is the agent's."""
+    """All of the status but `training`, which is the agent's. `generation`: the one that the groups are of."""
     server = fleet.server
     everything = plans
     plans = [(plan, status) for plan, status in plans if plan.group.spec.role != "Placeholder"]
@@ -116,8 +119,8 @@ def server_status(
         _weights_current(engines, training),
     ]
     return RolloutServerStatus(
-        observed_generation=server.generation,
-        conditions=_stamp(conditions, server.status.conditions, server.generation, now),
+        observed_generation=generation,
+        conditions=_stamp(conditions, server.status.conditions, generation, now),
         router=RouterStatus(
             url=router_url(server.name, server.namespace), replicas=len(fleet.router_pods), ready=complete
         ),
@@ -300,6 +303,8 @@ def group_events(group: ServerGroup, status: ServerGroupStatus) -> list[Action]:
         failure = record.last_failure
         if failure is not None and (old is None or record.restarts > old.restarts):
             emit(True, failure.reason, f"pod {failure.pod}: {failure.message}; {name} takes its place")
+        elif failure is not None and old is not None and _told_since(old, failure):
+            emit(True, failure.reason, f"pod {failure.pod}: {failure.message}")
         elif _is_news(record) and (old is None or (old.reason, old.phase) != (record.reason, record.phase)):
             emit(True, record.reason, f"engine {name}: {record.message}")
         if record.phase is EnginePhase.SERVING and (
@@ -312,6 +317,11 @@ def group_events(group: ServerGroup, status: ServerGroupStatus) -> list[Action]:
         who = f"engine {serving[0]} serves" if len(serving) == 1 else f"engines {', '.join(serving)} serve"
         emit(False, "EngineServing", f"{who} weight version {status.weight_version}")
     return events
+
+
+def _told_since(old: EngineStatus, failure: Failure) -> bool:
+    """Its kubelet has said how the engine ended whose end was told already."""
+    return old.last_failure is not None and old.last_failure.reason == ENDED != failure.reason
 
 
 def server_events(server: RolloutServer, status: RolloutServerStatus) -> list[Action]:

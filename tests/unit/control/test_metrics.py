@@ -387,6 +387,8 @@ def test_the_operator_tells_of_each_kind_that_it_watches_and_of_its_requests() -
             api = KubeApi(credentials(url), observe=metrics.api_answered)
             operator = Operator(api=api, defaults=DEFAULTS, namespace=None, metrics=metrics)
             await operator._resync()
+            assert (await scraped(metrics)).of("leader") == {(): 0}
+            operator.begin_term()
             await operator.stop()
 
     asyncio.run(scenario())
@@ -394,5 +396,5 @@ def test_the_operator_tells_of_each_kind_that_it_watches_and_of_its_requests() -
     assert {kind for (kind,) in found.of("last_event_age_seconds")} == {watched.resource.kind for watched in WATCHED}
     listed = {resource for code, resource, verb in found.of("api_requests_total") if (code, verb) == ("200", "list")}
     assert listed == {watched.resource.plural for watched in WATCHED}
-    assert found.of("leader") == {(): 0}
+    assert found.of("leader") == {(): 1}
     assert "process_resident_memory_bytes" in found

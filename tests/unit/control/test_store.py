@@ -29,6 +29,27 @@ def test_a_list_removes_what_it_lacks_and_not_what_was_made_after_it() -> None:
     assert [name for name in ("gone", "held", "fresh") if store.object(KEY, "Pod", name)] == ["held", "fresh"]
 
 
+def test_what_is_gone_is_not_brought_back_by_a_list_an_event_or_an_answer_that_was_under_way() -> None:
+    store = FleetStore(clock=lambda: START)
+    store.upsert("Pod", pod("ended", 5))
+    store.remove("Pod", pod("ended", 8))
+    assert store.upsert("Pod", pod("ended", 7)) is None
+    assert store.replace("Pod", [pod("ended", 6)], "6") == set()
+    assert not store.is_news("Pod", pod("ended", 7))
+    store.upsert("Pod", pod("lost", 5))
+    store.replace("Pod", [], "10")
+    assert store.upsert("Pod", pod("lost", 9)) is None
+
+
+def test_an_object_that_was_made_anew_is_not_replaced_by_late_news_of_its_predecessor() -> None:
+    store = FleetStore(clock=lambda: START)
+    late, new = pod("same", 5), pod("same", 9)
+    new["metadata"] = {**new["metadata"], "uid": "another"}  # type: ignore[dict-item]
+    store.upsert("Pod", new)
+    assert store.upsert("Pod", late) is None
+    assert store.upsert("Pod", pod("same", 8)) is None
+
+
 def test_what_is_applied_is_planned_for_although_its_watch_event_is_no_news() -> None:
     async def scenario() -> None:
         cluster = Cluster()

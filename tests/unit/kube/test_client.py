@@ -87,13 +87,13 @@ def ask(
     server: Server,
     question: Callable[[KubeApi], Awaitable[Any]],
     token: Callable[[], str | None] = lambda: "t-1",
-    observe: Observer = nobody,
     *,
     before_write: Callable[[], None] | None = None,
+    observe: Observer = nobody,
 ) -> Any:
     async def scenario() -> Any:
         async with served(server) as url:
-            api = KubeApi(credentials(url, token), observe=observe, before_write=before_write)
+            api = KubeApi(credentials(url, token), before_write=before_write, observe=observe)
             try:
                 return await question(api)
             finally:

@@ -36,6 +36,23 @@ def indexes(world: World) -> list[int]:
     return [engine["index"] for engine in world.group_status()["engines"]]
 
 
+def test_no_status_passes_for_an_answer_to_a_spec_that_the_groups_do_not_know_yet() -> None:
+    world = serving(2)
+    world.server["metadata"]["generation"] = 2
+    world.spec()["engine"]["image"] = "engine:2"
+    seen = []
+    for _ in range(40):
+        for action in world.plan():
+            world.perform(action)
+            status = world.server["status"]
+            progressing = next(c["status"] for c in status["conditions"] if c["type"] == "Progressing")
+            seen.append((status["observedGeneration"], progressing, len(world.created)))
+        world.run_pods()
+        world.now += timedelta(seconds=1)
+    assert seen[-1] == (2, "False", 4)
+    assert {created for generation, progressing, created in seen if (generation, progressing) == (2, "False")} == {4}
+
+
 def test_of_engines_that_serve_the_least_loaded_goes() -> None:
     world = serving(3)
     for name, load in (("qwen-main-0-e1-r0", 5), ("qwen-main-1-e2-r0", 0), ("qwen-main-2-e3-r0", 7)):

@@ -141,6 +141,60 @@ def test_processes_that_end_together_are_all_started_again() -> None:
     assert len(world.listed()) == 3
 
 
+# Ends that a connection tells before the kubelet does
+
+
+def test_a_server_that_has_ended_leaves_the_routers_and_is_replaced_before_its_kubelet_says_so() -> None:
+    world = world_with()
+    dead, lives = pod_of(world), len(world.created)
+    url = world.url(world.uid(dead))
+    world.closed.add(world.uid(dead))
+    step(world)
+    assert url not in world.listed()
+    assert len(world.created) == lives + 1
+    assert record(world)["lastFailure"]["reason"] == "ServerEnded"
+    assert dead in world.pods, "its kubelet is about to tell how"
+    world.crash_pod(dead)
+    step(world)
+    failure = record(world)["lastFailure"]
+    assert (failure["reason"], failure["pod"], failure["log"]) == ("EngineExited", dead, "ValueError: boom")
+    assert record(world)["recoveries"][-1]["reason"] == "EngineExited"
+    assert dead not in world.pods
+    assert [event.reason for event in world.events if event.reason in ("ServerEnded", "EngineExited")] == [
+        "ServerEnded",
+        "EngineExited",
+    ]
+    world.settle()
+    assert (record(world)["restarts"], record(world)["failuresInRow"]) == (1, 1)
+    assert len(world.created) == lives + 1, "one end, one life"
+
+
+@pytest.mark.parametrize("node_ready", [True, False])
+def test_a_kubelet_that_does_not_tell_how_a_server_ended_is_not_waited_for_long(node_ready: bool) -> None:
+    world = world_with()
+    dead = pod_of(world)
+    world.closed.add(world.uid(dead))
+    step(world)
+    assert world.nodes is not None
+    world.nodes["node-0"] = node_ready
+    step(world, 9)
+    assert (dead in world.pods) is True or not node_ready
+    step(world, 2)
+    assert dead not in world.pods or world.pods[dead]["metadata"].get("deletionTimestamp")
+    assert record(world)["lastFailure"]["reason"] == "ServerEnded"
+
+
+def test_an_engine_that_has_not_answered_yet_has_no_server_to_end() -> None:
+    world = World(rollout_server(replicas=1))
+    while not world.pods:
+        step(world)
+    (pod,) = world.pods
+    world.closed.add(world.uid(pod))
+    step(world, 1)
+    step(world, 1)
+    assert len(world.created) == 1
+
+
 # Nodes
 
 
@@ -176,7 +230,7 @@ def test_a_node_that_is_removed_from_the_cluster_takes_its_engines_out_of_the_ro
     world = world_with()
     gone = world.url(world.uid(pod_of(world)))
     assert world.nodes is not None
-    del world.nodes["node-0"]
+    world.nodes["node-0"] = None
     step(world)
     assert gone not in world.listed()
     assert record(world)["lastFailure"]["reason"] == "NodeGone"
@@ -231,7 +285,7 @@ def test_after_max_restarts_an_engine_stays_failed_until_somebody_resumes_it() -
     ask(world, "resume", f"0-e{record(world)['epoch']}")
     world.settle()
     assert len(world.listed()) == 1
-    die(world, 1)
+    die(world, 2)
     assert record(world)["phase"] == "Failed"
     assert record(world)["reason"] != "RestartsExhausted", "the request meant another life: it is counted anew"
 
@@ -256,11 +310,44 @@ def test_an_engine_that_has_served_long_enough_is_cleared_of_its_failures() -> N
         assert record(world)["failuresInRow"] == failures
 
 
+@pytest.mark.parametrize("served", [0, 1000])
+def test_the_first_failure_in_a_row_begins_the_next_life_in_the_same_step(served: int) -> None:
+    world = world_with(backoff={"initialSeconds": 100, "maxSeconds": 300})
+    world.now += timedelta(seconds=served)
+    lives = len(world.created)
+    world.crash_pod(pod_of(world))
+    step(world)
+    assert len(world.created) == lives + 1
+    assert (record(world)["failuresInRow"], record(world)["retryAt"]) == (1, "")
+    assert record(world)["phase"] == "Pending"
+    world.settle()
+    world.crash_pod(pod_of(world))
+    step(world)
+    assert len(world.created) == lives + 1, "twice in a row"
+    assert record(world)["phase"] == "Failed"
+    world.settle()
+    world.now += timedelta(seconds=301)
+    world.crash_pod(pod_of(world))
+    step(world)
+    assert len(world.created) == lives + 3, "it has served for long enough: the row begins anew"
+
+
+def test_a_first_failure_that_nothing_allows_does_not_begin_another_life() -> None:
+    world = world_with(maxRestarts=0)
+    lives = len(world.created)
+    world.crash_pod(pod_of(world))
+    step(world, 1000)
+    assert len(world.created) == lives
+    assert record(world)["reason"] == "RestartsExhausted"
+
+
 def test_engines_that_fail_together_do_not_come_back_together() -> None:
     world = world_with(replicas=8, backoff={"initialSeconds": 100, "maxSeconds": 300})
-    for index in range(8):
-        world.crash_pod(pod_of(world, index))
-    step(world)
+    for _ in range(2):
+        world.settle()
+        for index in range(8):
+            world.crash_pod(pod_of(world, index))
+        step(world)
     waits = {
         (datetime.fromisoformat(engine["retryAt"]) - world.now).total_seconds()
         for engine in world.group_status()["engines"]

@@ -104,11 +104,13 @@ class World:
         self.create_failures: dict[str, Trouble] = {}
         self.silent: set[str] = set()
         """Engines that run and do not answer."""
+        self.closed: set[str] = set()
+        """Engines whose server has ended, as seen by a connection."""
         self.unhealthy: dict[str, int] = {}
         """Health checks in a row without a token, by pod UID."""
         self.rechecks: set[str] = set()
         """Engines whose weights are due to be read again."""
-        self.nodes: dict[str, bool] | None = None
+        self.nodes: dict[str, bool | None] | None = None
         """Readiness of each node; None as long as nobody has listed them. Pods run on node-INDEX."""
         self.forced: list[str] = []
         """Pods that were removed without the word of their kubelet."""
@@ -159,8 +161,8 @@ class World:
         return [pod["metadata"]["uid"] for pod in self.pods.values()] + [*self.outside]
 
     def _probe(self, uid: str) -> EngineProbe:
-        if uid not in self.weights or uid in self.silent:
-            return EngineProbe(answering=False, unhealthy=self.unhealthy.get(uid, 0))
+        if uid not in self.weights or uid in self.silent or uid in self.closed:
+            return EngineProbe(answering=False, closed=uid in self.closed, unhealthy=self.unhealthy.get(uid, 0))
         label, _ = self.weights[uid]
         proof = self.proofs.get(uid, ("", "", ""))
         proved = proof[0] == label

@@ -1,0 +1,64 @@
+"""Faults on the local cluster of tests/cluster, from outside and at once: its pods' processes are processes of this
+machine, and its nodes hang on links of this machine. Needs root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+ENGINE_PROCESS = b"sglang"
+STAND_IN_PROCESS = b"/stand-in/engine.py"
+OPERATOR_PROCESS = b"rolloutfleet"
+
+
+class NotFound(AssertionError):
+    """There is nothing to break: the pod has no such process on this machine."""
+
+
+def processes(pod_uid: str, *, part: bytes = b"", group: str = "") -> list[int]:
+    """Processes of a pod whose command line has `part` in it, without the one that only holds the pod together.
+
+    `group`: only those of the container of this id.
+    """
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            place = (process / "cgroup").read_text()
+            words = (process / "cmdline").read_bytes()
+        except OSError:
+            continue  # it has ended meanwhile
+        if pod_uid in place and group in place and words and not words.startswith(b"/pause") and part in words:
+            found.append(int(process.name))
+    return found
+
+
+def send(pod_uid: str, number: signal.Signals, *, part: bytes = b"", group: str = "") -> None:
+    """Send a signal to those processes. Raises NotFound."""
+    found = processes(pod_uid, part=part, group=group)
+    if not found:
+        raise NotFound(f"pod {pod_uid}: no process with {part!r} in its command line runs on this machine")
+    for process in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
+@contextlib.contextmanager
+def cut_off(node: str) -> Iterator[None]:
+    """The node's link is down inside the block. It comes up again however this process ends, SIGKILL included."""
+    link = f"rf-{node}"
+    guard = subprocess.Popen(
+        ["sh", "-c", f"read line; ip link set {link} up"], stdin=subprocess.PIPE, start_new_session=True
+    )
+    assert guard.stdin is not None
+    try:
+        subprocess.run(["ip", "link", "set", link, "down"], check=True, timeout=10)
+        yield
+    finally:
+        guard.stdin.close()  # the guard reads the end of its input: of our own accord, or since we have died
+        if guard.wait(timeout=10) != 0:
+            raise RuntimeError(f"link {link} is not up again: ip link set {link} up")

@@ -1,0 +1,56 @@
+"""Tests that documents name exist, and each complaint about other operators has one."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from unit.docs.test_docs import DOCS, PAGES, ROOT
+
+NAMED = re.compile(r"`([\w/.-]+\.py)::(\w+)(?:\[[^`]*\])?`")
+"""`path::test`, of one that is parametrised with or without the parameters."""
+COMPLAINTS = DOCS / "peers-complaints.md"
+OWN_TESTS = "tests/unit/plan/test_complaints.py"
+
+
+@cache
+def collected_from(path: str) -> frozenset[str]:
+    """Of functions at the top of a file: nothing else is collected here."""
+    module = ROOT / path
+    tree = ast.parse(module.read_text()) if module.is_file() else ast.Module([], [])
+    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+
+
+def rows() -> Iterator[tuple[int, str]]:
+    """(number, text) of each complaint."""
+    for line in COMPLAINTS.read_text().splitlines():
+        if numbered := re.match(r"\| (\d+) \|", line):
+            yield int(numbered[1]), line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_test_that_a_page_names_exists(page: Path) -> None:
+    missing = [f"{path}::{name}" for path, name in NAMED.findall(page.read_text()) if name not in collected_from(path)]
+    assert missing == []
+
+
+def test_nothing_that_looks_like_the_name_of_a_test_is_overlooked() -> None:
+    for page in PAGES:
+        text = page.read_text()
+        assert text.count(".py::") == len(NAMED.findall(text)), page.name
+
+
+def test_every_complaint_is_there_once_and_has_a_test() -> None:
+    assert [number for number, _ in rows()] == list(range(1, 37))
+    assert [number for number, text in rows() if not NAMED.search(text)] == []
+
+
+def test_a_test_that_was_written_for_a_complaint_is_named_in_its_row() -> None:
+    named = {(number, name) for number, text in rows() for path, name in NAMED.findall(text) if path == OWN_TESTS}
+    written = {(int(name.split("_")[1]), name) for name in collected_from(OWN_TESTS) if name.startswith("test_")}
+    assert written - named == set()
