@@ -15,7 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from rolloutfleet.api.common import EngineFacts
-from rolloutfleet.control.store import FleetKey, FleetStore, Target
+from rolloutfleet.control.store import FleetStore
+from rolloutfleet.control.targets import FleetKey, Target
 from rolloutfleet.engine import router
 from rolloutfleet.engine.errors import EngineError
 from rolloutfleet.engine.sglang import EncoderClient, EncoderTable, EngineClient, ModelInfo
@@ -74,7 +75,7 @@ class Prober:
     def expect_all(self) -> None:
         """Until each of those that are there now was looked at, its fleet is not known: as long as the time-outs of a
         look allow."""
-        for target in self._store.targets.values():
+        for target in self._store.targets:
             for key in target.fleets if not target.deleting else ():
                 self._expected.setdefault(key, set()).add(target.uid)
 
@@ -99,8 +100,8 @@ class Prober:
 
     async def run(self) -> None:
         """For ever; cancelled when the term ends."""
-        self._store.target_changed = self._changed
-        for uid in self._store.targets.keys() | set().union(*self._expected.values()):
+        self._store.targets.changed = self._changed
+        for uid in {target.uid for target in self._store.targets}.union(*self._expected.values()):
             self._schedule(uid, 0.0)
         try:
             await asyncio.Event().wait()

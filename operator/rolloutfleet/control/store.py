@@ -10,24 +10,19 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 
 from rolloutfleet.api.names import (
     COMPONENT_ENGINE,
     COMPONENT_ROUTER,
-    ENGINE_PORT,
-    LABEL_COMPONENT,
-    LABEL_LANGUAGE_ONLY,
-    LABEL_RANK,
-    LABEL_ROLE,
     LABEL_SERVER,
-    ROUTER_PORT,
 )
 from rolloutfleet.api.rollout_server import RolloutServer
 from rolloutfleet.api.server_group import ServerGroup
 from rolloutfleet.control.nodes import Nodes
+from rolloutfleet.control.targets import FleetKey, Targets, component_of, nobody
 from rolloutfleet.plan.failures import Trouble
 from rolloutfleet.plan.objects import CHILD_KINDS
 from rolloutfleet.plan.observed import (
@@ -35,14 +30,9 @@ from rolloutfleet.plan.observed import (
     Fleet,
     LeaseView,
     Worker,
-    canonical_url,
-    containers_ready,
     engine_pod,
-    external_uid,
-    is_external,
     node_of,
     pod_group,
-    pod_url,
     router_pod,
 )
 
@@ -50,26 +40,6 @@ logger = logging.getLogger(__name__)
 
 GONE_KEPT = timedelta(minutes=10)
 """Far longer than any list, event or answer is under way."""
-
-
-class FleetKey(NamedTuple):
-    namespace: str
-    name: str
-
-
-@dataclass(frozen=True)
-class Target:
-    """Somebody to look at, and whose fleets care."""
-
-    uid: str
-    url: str
-    fleets: tuple[FleetKey, ...]
-    router: bool = False
-    external: bool = False
-    encoder: bool = False
-    language_only: bool = False
-    """It keeps a table of encoders."""
-    deleting: bool = False
 
 
 @dataclass
@@ -89,8 +59,7 @@ class FleetStore:
         """Objects that are no more, by UID: lists, events and answers that were under way may still tell of them."""
         self.gang_apis: frozenset[str] = frozenset()
         """apiVersions of the PodGroups that the cluster knows."""
-        self.targets: dict[str, Target] = {}
-        """Whom to ask how it is, by UID: running engines (rank 0), routers, and external engines."""
+        self.targets = Targets()
         self.forget_what_was_done()
 
     def forget_what_was_done(self) -> None:
@@ -103,8 +72,7 @@ class FleetStore:
         self.create_failures: dict[FleetKey, dict[str, Trouble]] = {}
         self.catch_up_failures: dict[str, str] = {}
         self.applied_versions: dict[FleetKey, dict[str, str]] = {}
-        self.target_changed: Callable[[str], None] = lambda _: None
-        """Told the UID of a target that is new, changed or gone, or of which the kubelet's probes have news."""
+        self.targets.changed = nobody
 
     # What watches and lists bring
 
@@ -130,9 +98,9 @@ class FleetStore:
         if kind == "Lease":
             return self._renewed(key, held, body)
         if kind == "Pod":
-            self._aim_at_pod(key, body, held)
-        elif kind == "RolloutServer" and (_external_urls(held) or _external_urls(body)):
-            self._aim_at_external()
+            self.targets.saw_pod(key, body, held)
+        elif kind == "RolloutServer":
+            self._targets_gone(self.targets.saw_server(key, body))
         return key
 
     def is_news(self, kind: str, body: Mapping[str, Any]) -> bool:
@@ -190,7 +158,7 @@ class FleetStore:
         del self._fleets[key].objects[kind][held["metadata"]["name"]]
         uid = held["metadata"].get("uid", "")
         if kind == "Pod":
-            self._aim_no_more(uid)
+            self.targets.remove(uid)
             self.probes.pop(uid, None)
             self.tables.pop(uid, None)
             self.registering.pop(uid, None)
@@ -200,51 +168,12 @@ class FleetStore:
             self._lease_renewals.pop(key, None)
             self.create_failures.pop(key, None)
             self.applied_versions.pop(key, None)
-        if kind == "RolloutServer" and _external_urls(held):
-            self._aim_at_external()
+        if kind == "RolloutServer":
+            self._targets_gone(self.targets.saw_server(key, None))
 
-    def _aim_at_pod(self, key: FleetKey, pod: Mapping[str, Any], before: Mapping[str, Any] | None) -> None:
-        uid, component = pod["metadata"]["uid"], component_of(pod)
-        port = {COMPONENT_ENGINE: ENGINE_PORT, COMPONENT_ROUTER: ROUTER_PORT}.get(component)
-        if port is None or not _answers(pod):
-            self._aim_no_more(uid)
-            return
-        target = Target(
-            uid=uid,
-            url=pod_url(pod["status"]["podIP"], port),
-            fleets=(key,),
-            router=component == COMPONENT_ROUTER,
-            encoder=_label(pod, LABEL_ROLE) == "Encoder",
-            language_only=_label(pod, LABEL_LANGUAGE_ONLY) == "true",
-            deleting=bool(pod["metadata"].get("deletionTimestamp")),
-        )
-        known = self.targets.get(uid)
-        self.targets[uid] = target
-        if known != target or containers_ready(pod["status"]) != containers_ready((before or {}).get("status") or {}):
-            self.target_changed(uid)
-
-    def _aim_no_more(self, uid: str) -> None:
-        if self.targets.pop(uid, None) is not None:
-            self.target_changed(uid)
-
-    def _aim_at_external(self) -> None:
-        """One engine may serve several fleets."""
-        fleets: dict[str, list[FleetKey]] = {}
-        for key in self._fleets:
-            for url in _external_urls(self.server(key)):
-                fleets.setdefault(url, []).append(key)
-        wanted = {
-            external_uid(url): Target(uid=external_uid(url), url=url, fleets=tuple(keys), external=True)
-            for url, keys in fleets.items()
-        }
-        for uid in [uid for uid in self.targets if is_external(uid) and uid not in wanted]:
-            self._aim_no_more(uid)
+    def _targets_gone(self, uids: Iterable[str]) -> None:
+        for uid in uids:
             self.probes.pop(uid, None)
-        for uid, target in wanted.items():
-            known = self.targets.get(uid)
-            self.targets[uid] = target
-            if known != target:
-                self.target_changed(uid)
 
     def _renewed(self, key: FleetKey, held: Mapping[str, Any] | None, body: Mapping[str, Any]) -> FleetKey | None:
         """Renewals come every few seconds and change nothing; a new holder does. Expiry runs by our own clock."""
@@ -360,26 +289,6 @@ def _group(body: Mapping[str, Any]) -> ServerGroup:
         return ServerGroup.model_validate({**body, "status": {}})
 
 
-def _answers(pod: Mapping[str, Any]) -> bool:
-    """Of an engine rank 0 alone, of a fleet all routers; placeholders answer nobody."""
-    status = pod.get("status") or {}
-    running = bool(status.get("podIP")) and status.get("phase") == "Running"
-    return running and _label(pod, LABEL_RANK) in ("", "0") and _label(pod, LABEL_ROLE) != "Placeholder"
-
-
-def _external_urls(server: Mapping[str, Any] | None) -> list[str]:
-    engines = ((server or {}).get("spec", {}).get("external") or {}).get("engines") or []
-    return list(dict.fromkeys(canonical_url(engine["url"]) for engine in engines))
-
-
-def component_of(pod: Mapping[str, Any]) -> str:
-    return _label(pod, LABEL_COMPONENT)
-
-
-def _label(pod: Mapping[str, Any], name: str) -> str:
-    return str((pod["metadata"].get("labels") or {}).get(name, ""))
-
-
 def owned_by(child: Mapping[str, Any], uid: str) -> bool:
     return any(owner.get("uid") == uid for owner in child["metadata"].get("ownerReferences") or [])
 
@@ -401,3 +310,6 @@ def trimmed(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "Pod":
         kept["spec"] = {"nodeName": (body.get("spec") or {}).get("nodeName")}
     return kept
+
+
+__all__ = ["FleetKey", "FleetStore", "component_of", "owned_by", "trimmed"]

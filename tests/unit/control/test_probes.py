@@ -212,12 +212,14 @@ def test_an_external_engine_of_two_fleets_is_one_target_and_goes_with_the_last_o
         scene.store.upsert("RolloutServer", second)
         await until(lambda: len(scene.told) >= 2)
         uid = "external:http://outside:1"
-        assert set(scene.store.targets) == set(scene.store.probes) == {uid}
-        assert {key.name for key in scene.store.targets[uid].fleets} == {"one", "two"}
+        assert {target.uid for target in scene.store.targets} == set(scene.store.probes) == {uid}
+        target = scene.store.targets.get(uid)
+        assert target is not None
+        assert {key.name for key in target.fleets} == {"one", "two"}
         scene.store.remove("RolloutServer", first)
         assert uid in scene.store.targets
         scene.store.remove("RolloutServer", second)
-        assert scene.store.targets == {}
+        assert len(scene.store.targets) == 0
         assert scene.store.probes == {}
 
     Scene().play(script)
