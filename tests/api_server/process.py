@@ -46,6 +46,7 @@ class Process:
             namespace=namespace,
             send=network.to_engines(wires),
             resync_seconds=resync,
+            progress_seconds=0.0,  # each status is a call to die at
         )
         self.feed: Callable[[str, str | None, dict[str, Any]], None] = self.operator.saw
         self._tasks: Tasks = set()

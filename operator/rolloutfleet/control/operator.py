@@ -21,6 +21,7 @@ import kopf
 from rolloutfleet.api.names import COMPONENT_TRAINER, LABEL_COMPONENT, LABEL_MANAGED_BY, MANAGED_BY
 from rolloutfleet.control.leadership import Leadership
 from rolloutfleet.control.metrics import Metrics
+from rolloutfleet.control.progress import PROGRESS_SECONDS
 from rolloutfleet.control.states import Sources, States
 from rolloutfleet.control.store import FleetKey, FleetStore, component_of, trimmed
 from rolloutfleet.control.term import Term
@@ -78,6 +79,7 @@ class Operator:
         services: tuple[Callable[[], Awaitable[None]], ...] = (),
         send: Send | None = None,
         resync_seconds: float = RESYNC_SECONDS,
+        progress_seconds: float = PROGRESS_SECONDS,
     ) -> None:
         """`services` run in every replica, whether it leads or not. `send` replaces the way to engines and routers."""
         self._api = api
@@ -86,6 +88,7 @@ class Operator:
         self._leadership = leadership or Leadership()
         self._services = services
         self._resync_seconds = resync_seconds
+        self._progress_seconds = progress_seconds
         self._metrics = metrics or Metrics()
         self._http = Http(max_connections=256, observe=self._metrics.asked, before=self._before_engine_call, send=send)
         self.store = FleetStore(clock=now)
@@ -139,6 +142,7 @@ class Operator:
             clock=now,
             metrics=self._metrics,
             require=self._leadership.require,
+            progress_seconds=self._progress_seconds,
         )
         return self.term
 
@@ -255,7 +259,7 @@ class Operator:
                 logger.warning("full list failed: %s", error)
             if self.term is not None:
                 for key in self.store.fleet_keys():  # spread: none must wait behind all of them
-                    self.term.queue.add_after(key, RESYNC_SECONDS * random.random())  # noqa: S311
+                    self.term.queue.add_after(key, self._resync_seconds * random.random())  # noqa: S311
 
 
 def ends(pod: Mapping[str, Any]) -> bool:

@@ -26,7 +26,8 @@ _TELLING = ("Ready", "Degraded")
 class Progress:
     """Since when status changes have waited, by kind and name of the object."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = PROGRESS_SECONDS) -> None:
+        self._seconds = seconds
         self._since: dict[tuple[str, str], float] = {}
 
     def held_back(
@@ -56,7 +57,7 @@ class Progress:
         """Seconds that this status may still wait."""
         if only_progress(before, after):
             since = self._since.setdefault(place, now)
-            rest = since + PROGRESS_SECONDS - now
+            rest = since + self._seconds - now
             if rest > 0:
                 return rest
         self._since.pop(place, None)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from rolloutfleet.control.executor import Executor
 from rolloutfleet.control.freshness import NotLeading, Stop
-from rolloutfleet.control.progress import Progress
+from rolloutfleet.control.progress import PROGRESS_SECONDS, Progress
 from rolloutfleet.control.store import FleetKey, FleetStore
 from rolloutfleet.kube.client import ApiError
 from rolloutfleet.kube.queue import WorkQueue
@@ -49,14 +49,17 @@ class Reconciler:
         defaults: Defaults,
         clock: Callable[[], datetime],
         looked_at: Callable[[FleetKey], bool],
+        progress_seconds: float = PROGRESS_SECONDS,
     ) -> None:
-        """`looked_at`: whether the fleet's engines and routers have been asked how they are since this term began."""
+        """`looked_at`: whether the fleet's engines and routers have been asked how they are since this term began.
+        `progress_seconds`: how long a status that only tells of progress waits."""
         self._store = store
         self._executor = executor
         self._queue = queue
         self._defaults = defaults
         self._clock = clock
         self._looked_at = looked_at
+        self._progress_seconds = progress_seconds
         self._progress: dict[FleetKey, Progress] = {}
 
     async def __call__(self, key: FleetKey) -> None:
@@ -81,7 +84,7 @@ class Reconciler:
         )
 
         # Act
-        actions = self._progress.setdefault(key, Progress()).held_back(
+        actions = self._progress.setdefault(key, Progress(self._progress_seconds)).held_back(
             actions, self._store.statuses(key), asyncio.get_running_loop().time()
         )
         for kind, run in groupby(actions, key=type):

@@ -48,6 +48,7 @@ class Term:
         clock: Callable[[], datetime],
         metrics: Metrics,
         require: Callable[[], None],
+        progress_seconds: float,
     ) -> None:
         """`require` raises Stop when it is not certain that this replica leads."""
         self._store = store
@@ -111,6 +112,7 @@ class Term:
             defaults=defaults,
             clock=clock,
             looked_at=self.prober.knows,
+            progress_seconds=progress_seconds,
         )
 
     def soon(self, key: FleetKey) -> None:
