@@ -3,6 +3,7 @@ SHELL := /bin/bash
 CACHE := $(or $(ROLLOUTFLEET_CACHE),$(HOME)/.cache/rolloutfleet)
 export ROLLOUTFLEET_CACHE := $(CACHE)
 DEV := $(CACHE)/dev-$(shell sha256sum tests/requirements.txt | cut -c1-10)
+ROUTER := $(CACHE)/router-$(shell sha256sum images/router/requirements.txt | cut -c1-10)
 PYTHON := $(DEV)/bin/python
 CLUSTER := tests/cluster/cluster
 export PYTHONPATH := operator:tests
@@ -10,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE := 1
 
 ARGS ?=
 
-.PHONY: help quickstart down test bench-recovery bench-scale chaos lint unit e2e generate format tools dev images up status api-server
+.PHONY: help quickstart down test bench-recovery bench-router bench-scale chaos lint unit e2e generate format tools dev images up status api-server
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
@@ -43,6 +44,9 @@ bench-recovery: dev ## seconds from a fault to each step of recovery, real engin
 chaos: dev ## random faults on a fleet under load, on the running cluster; ARGS="--minutes 60 --stand-ins --seed 7"
 	@KUBECONFIG=$${KUBECONFIG:-/var/lib/rolloutfleet-cluster/admin.kubeconfig} $(PYTHON) -m chaos $(ARGS)
 
+bench-router: tools dev $(ROUTER)/complete ## the real router in front of engines that refuse, die, hang and vanish (root, 10 minutes)
+	@PYTHONPATH=operator:tests ROUTER_PYTHON=$(ROUTER)/bin/python $(PYTHON) -m bench.router
+
 bench-scale: tools dev ## measure the operator with 100 and 1000 fleets of stand-ins; ARGS="--only paced_100"
 	@bash tests/bench/scale/run.sh $(ARGS)
 
@@ -64,6 +68,11 @@ up: tools images ## the local cluster alone
 
 status: ## what runs
 	@bash $(CLUSTER) status
+
+$(ROUTER)/complete: images/router/requirements.txt
+	@rm -rf $(ROUTER) && $(CACHE)/uv-0.13.9/bin/uv venv -q --python /usr/bin/python3.11 $(ROUTER)
+	@VIRTUAL_ENV=$(ROUTER) $(CACHE)/uv-0.13.9/bin/uv pip install -q --no-deps -r $<
+	@touch $@
 
 dev: $(DEV)/complete
 $(DEV)/complete: tests/requirements.txt

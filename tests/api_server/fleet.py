@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from api_server.faults import Mangle
-from api_server.hub import Hub
-from api_server.node import Node, engine_flags, is_router
-from api_server.process import Process, count_tasks_of_processes
-from api_server.wire import Disturb, Network, Wires, undisturbed
+from api_server.node import engine_flags, is_router
+from api_server.process import Process
+from api_server.wire import Disturb, Wires, undisturbed
+from api_server.world import World
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet as AgentsFleet
 from rolloutfleet.agent.updates import Updater
@@ -31,10 +31,9 @@ from rolloutfleet.api.names import (
 from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.sglang import EngineClient
 from rolloutfleet.kube import client as kube
-from rolloutfleet.kube.config import Credentials
 from rolloutfleet.kube.resources import Resource
 from rolloutfleet.plan.observed import pod_url
-from stand_ins.hosts import Hosts, Program
+from stand_ins.hosts import Program
 from stand_ins.router import Router
 from stand_ins.sglang import Engine
 
@@ -55,53 +54,6 @@ def regular(replicas: int = 2, *, name: str = "main", image: str = "engine:1", *
         "recovery": {"backoff": {"initialSeconds": 1, "maxSeconds": 1}},
         **fields,
     }
-
-
-class World:
-    """The cluster: one API server, one node, and all fleets of a test."""
-
-    def __init__(self, credentials: Credentials, hosts: Hosts) -> None:
-        self.network = Network(credentials)
-        self.hosts = hosts
-        self.api = self.network.api()
-        self._watching = kube.KubeApi(credentials)
-        self.hub = Hub(self._watching)
-        self.node = Node(self.api, hosts, self._program)
-        self.fleets: dict[str, Fleet] = {}
-        self._routers: dict[str, Fleet] = {}
-        """By address of an engine: whose it is."""
-
-    async def close(self) -> None:
-        await self._watching.close()
-        await self.network.close()
-
-    def _program(self, pod: dict[str, Any], address: str) -> Program:
-        fleet = self.fleets[pod["metadata"]["namespace"]]
-        return fleet.program(pod, address)
-
-    def asked(self, address: str, path: str) -> None:
-        for fleet in self.fleets.values():
-            if address in fleet.addresses:
-                fleet.look_at_tables(f"after {path} to {address}")
-
-
-@asynccontextmanager
-async def world(credentials: Credentials) -> AsyncIterator[World]:
-    count_tasks_of_processes(asyncio.get_running_loop())
-    made: list[World] = []
-    async with Hosts(lambda address, path: made[0].asked(address, path)) as hosts:
-        made.append(World(credentials, hosts))
-        one = made[0]
-        watching = asyncio.create_task(one.hub.run())
-        with one.hub.subscribed("", one.node.saw):
-            try:
-                yield one
-            finally:
-                watching.cancel()
-                await one.node.close()
-                await asyncio.gather(watching, return_exceptions=True)
-                await one.close()
-    assert not one.node.errors, one.node.errors
 
 
 @dataclass
@@ -207,7 +159,7 @@ class Fleet:
                     continue
                 if engine.path not in self.allowed:
                     self.broken.append(f"{when}: a router lists {url} with {engine.path}, not {self.allowed}")
-                if engine.role != "regular" and not engine.generated:
+                if engine.mode != "null" and not engine.served:
                     self.broken.append(f"{when}: a router lists {url}, and no request ever went through it")
 
     # What is there

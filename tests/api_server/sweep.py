@@ -9,8 +9,9 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
-from api_server.fleet import Fleet, World, running, world
+from api_server.fleet import Fleet, running
 from api_server.wire import Moment
+from api_server.world import World, world
 from rolloutfleet.kube.config import Credentials
 
 IDLE_SECONDS = 1.0

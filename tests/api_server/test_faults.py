@@ -11,8 +11,9 @@ import pytest
 from api_server import faults
 from api_server.control_plane import ControlPlane
 from api_server.faults import Mangle
-from api_server.fleet import Fleet, regular, running, world
+from api_server.fleet import Fleet, regular, running
 from api_server.wire import Disturb, undisturbed
+from api_server.world import world
 
 IDLE_SECONDS = 3.0
 RESYNC_SECONDS = 2.0

@@ -6,7 +6,8 @@ import asyncio
 from typing import Any
 
 from api_server.control_plane import ControlPlane
-from api_server.fleet import regular, running, world
+from api_server.fleet import regular, running
+from api_server.world import world
 from rolloutfleet.api.names import GATE_ROUTABLE
 
 

@@ -134,7 +134,7 @@ def agent_kill(world: World) -> str:
 
 def node(world: World) -> str:
     """A node without its network: for a moment, or for longer than Kubernetes waits (15 s in this cluster)."""
-    seconds = world.random.choice([3.0, 8.0, 30.0])
+    seconds = world.random.choice([3.0, 8.0, 30.0, 90.0])
     with cut_off(NODE):
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:

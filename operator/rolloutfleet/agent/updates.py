@@ -89,6 +89,7 @@ class Updater:
         errors: dict[str, str] = {}
         try:
             clock = time.monotonic()
+            participants = await self._joined_by_late_ones(participants)
             await self._everywhere(participants, errors, self._recognize if released else self._pause, deadline)
             seconds["pause"] = time.monotonic() - clock
             clock = time.monotonic()
@@ -187,7 +188,20 @@ class Updater:
                 continue
         return None
 
+    async def _joined_by_late_ones(self, participants: list[Participant]) -> list[Participant]:
+        """With those that the operator has proved between our look and our intent. From then on it registers nobody,
+        but what it has asked of a router before may still be under way."""
+        await self._fleet.refresh()
+        known = {participant.uid for participant in participants}
+        return participants + [late for late in self._found() if late.uid not in known]
+
     def _participants(self) -> list[Participant]:
+        found = self._found()
+        if not found:
+            raise unavailable("NoEngines", f"RolloutServer {self._fleet.name} has no engine that could be updated now")
+        return found
+
+    def _found(self) -> list[Participant]:
         """Engines that may be answering requests, or could be by the time the update ends."""
         training = self._fleet.training
         held = set(training.memory.uids) if training.memory else set()
@@ -195,7 +209,7 @@ class Updater:
             # Proved by our own last update: status may not say Serving again yet.
             held |= {verdict.uid for verdict in training.weights.engines if verdict.outcome == "Committed"}
         # An engine that is not current is left to the operator, which may be loading it right now.
-        found = [
+        return [
             Participant(
                 pod=engine.pod,
                 uid=engine.pod_uid,
@@ -207,9 +221,6 @@ class Updater:
             for group, engine in self._fleet.trained_engines()
             if engine.url and _takes_part(engine, self._fleet.committed_version, held)
         ]
-        if not found:
-            raise unavailable("NoEngines", f"RolloutServer {self._fleet.name} has no engine that could be updated now")
-        return found
 
     # The engines
 

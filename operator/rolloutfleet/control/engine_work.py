@@ -98,7 +98,7 @@ class EngineWork:
         await self._read_weights(action.pod_uid, action.url, action.training_key)
 
     async def _adopt(self, key: FleetKey, action: Adopt) -> None:
-        await require_same_training(self._api, self._store, key)
+        await require_same_training(self._api, self._store, key, action.training_key)
         label = weight_label(action.version, action.fleet)
         await self._engine(action.url).label_weights(label)
         # Said by us: what was proved about the weights under the old label stands.
@@ -123,7 +123,7 @@ class EngineWork:
 
     async def _catch_up(self, key: FleetKey, action: CatchUp) -> None:
         """No router lists the engine: whatever still runs there is aborted, then the checkpoint is loaded."""
-        await require_same_training(self._api, self._store, key)
+        await require_same_training(self._api, self._store, key, action.training_key)
         engine = self._engine(action.url)
         await engine.require_fleet(action.fleet)
         await engine.pause(mode="abort")
@@ -138,12 +138,12 @@ class EngineWork:
         self._store.catch_up_failures.pop(action.pod_uid, None)
 
     async def _continue(self, key: FleetKey, action: Continue) -> None:
-        await require_same_training(self._api, self._store, key)
+        await require_same_training(self._api, self._store, key, action.training_key)
         await self._engine(action.url).continue_generation()
         self._update_probe(action.pod_uid, lambda probe: replace(probe, paused=False))
 
     async def _check_pair(self, key: FleetKey, action: PairCheck) -> None:
-        await require_same_training(self._api, self._store, key)
+        await require_same_training(self._api, self._store, key, action.training_key)
         prefill, decode = action.prefill_uid, action.decode_uid
         try:
             await generate_through(
@@ -153,7 +153,8 @@ class EngineWork:
                 bootstrap_port=action.bootstrap_port,
             )
         except EngineError as error:
-            await require_same_training(self._api, self._store, key)  # else the trainer has paused it meanwhile
+            # Else the trainer has paused it meanwhile.
+            await require_same_training(self._api, self._store, key, action.training_key)
             text = shorten(str(error))
             self._update_probe(prefill, lambda probe: probe.pair_failed(decode, text))
             self._update_probe(decode, lambda probe: probe.pair_failed(prefill, text))

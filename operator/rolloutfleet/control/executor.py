@@ -64,14 +64,8 @@ class Executor:
                 await self._objects.set_gate(key, action)
             case Emit():
                 await self._objects.emit(key, action)
-            case Register():
-                await self._tables.register(key, action)
-            case Deregister():
-                await self._tables.deregister(key, action)
-            case RegisterEncoder():
-                await self._tables.register_encoder(key, action)
-            case UnregisterEncoder():
-                await self._tables.unregister_encoder(key, action)
+            case Register() | Deregister() | RegisterEncoder() | UnregisterEncoder():
+                self._tables.start(key, action)
             case Verify() | Adopt() | CatchUp() | Continue() | PairCheck() | Drain():
                 self._engines.start(key, action)
             case _:

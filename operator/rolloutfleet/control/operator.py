@@ -18,7 +18,7 @@ from typing import Any
 
 import kopf
 
-from rolloutfleet.api.names import COMPONENT_TRAINER, LABEL_COMPONENT, LABEL_MANAGED_BY, MANAGED_BY
+from rolloutfleet.api.names import COMPONENT_ROUTER, COMPONENT_TRAINER, LABEL_COMPONENT, LABEL_MANAGED_BY, MANAGED_BY
 from rolloutfleet.control.leadership import Leadership
 from rolloutfleet.control.metrics import Metrics
 from rolloutfleet.control.progress import PROGRESS_SECONDS
@@ -196,6 +196,8 @@ class Operator:
                 self.term.soon(key)
         else:
             self._enqueue(key)
+            if kind == "Pod" and component_of(body) == COMPONENT_ROUTER and self.term is not None:
+                self.term.prober.look_soon(body["metadata"]["uid"])  # its process may be new, and its table empty
 
     def _enqueue(self, key: FleetKey) -> None:
         """A standby only remembers: its first act as the leader is to look at every fleet."""
@@ -318,4 +320,6 @@ def configure(settings: kopf.OperatorSettings) -> None:
     settings.watching.client_timeout = 330
     settings.networking.connect_timeout = 10
     settings.networking.request_timeout = 60
+    # kopf would leave watches off for up to 21 s after the API server is back.
+    settings.networking.error_backoffs = (1, 1, 2, 3, 5, 5, 5, 5, 5, 5, 5, 5)
     settings.execution.max_workers = 2

@@ -8,6 +8,7 @@ when its word changes, we look at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Callable
@@ -26,14 +27,14 @@ logger = logging.getLogger(__name__)
 
 STARTING_SECONDS = 1.0
 SETTLED_SECONDS = 3.0
-REGISTERING_SECONDS = 0.05
-"""A router needs about 50 ms to list an engine; for one that needs longer the pause doubles."""
 LOAD_SECONDS = 15.0
 """How old the figures of requests may be: they decide only which engine is scaled away first."""
 LOOKS_PER_SECOND = 100
 """Where there are more targets than can be looked at in these intervals, the intervals grow: a process that is busy
 with looking is late for what has happened."""
 CONCURRENCY = 64
+FOLLOWED_AT_ONCE = 8
+"""Registrations whose fate is asked for in one look at a router; they are followed one after the other."""
 
 ENCODER_FACTS = EngineFacts(role="Encoder", tensor_parallel=1, pipeline_parallel=1, memory_saver=False)
 """An encoder has no /server_info."""
@@ -65,8 +66,6 @@ class Prober:
         self._again: set[str] = set()
         """Targets to look at once more as soon as the look in progress has ended."""
         self._load_read: dict[str, float] = {}
-        self._patience: dict[str, float] = {}
-        """Pause until the next look at a router that is to list an engine."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(CONCURRENCY)
         self._expected: dict[FleetKey, set[str]] = {}
@@ -92,7 +91,6 @@ class Prober:
 
     def look_soon(self, uid: str) -> None:
         """Look at this target now: something was just asked of it, or it is new."""
-        self._patience.pop(uid, None)
         if uid in self._running:
             self._again.add(uid)
         else:
@@ -119,8 +117,7 @@ class Prober:
         timer = self._timers.pop(uid, None)
         if timer is not None:
             timer.cancel()
-        for held in (self._load_read, self._patience):
-            held.pop(uid, None)
+        self._load_read.pop(uid, None)
         self._strike_off(uid)
 
     def _schedule(self, uid: str, seconds: float) -> None:
@@ -234,6 +231,9 @@ class Prober:
     def _remember(self, target: Target, before: EngineProbe | None, after: EngineProbe) -> None:
         if target.uid not in self._store.targets:
             return  # it went while we looked
+        latest = self._store.probes.get(target.uid)
+        if latest is not None and latest is not before and latest.closed:
+            after = replace(after, closed=True)  # its end was heard while we looked
         self._store.probes[target.uid] = after
         if after != before:
             for key in target.fleets:
@@ -242,27 +242,42 @@ class Prober:
     async def _look_at_router(self, target: Target) -> float:
         uid = target.uid
         before = self._store.tables.get(uid)
-        registering = self._store.registering.get(uid, {})
+        client = self._router(target.url)
         try:
-            workers = await self._router(target.url).list_workers()
+            after = {worker.url: _listed(worker) for worker in await client.list_workers()}
         except EngineError:
             after = None
-        else:
-            after = {worker.url: _listed(worker) for worker in workers}
-            for url in after:
-                registering.pop(url, None)
         if uid not in self._store.targets:
-            return 0.0  # it went while we looked
+            return STARTING_SECONDS  # it went while we looked
+        # First: what is neither listed nor being registered would be registered again.
         self._store.tables[uid] = after
-        if after != before:
+        given_up = after is not None and await self._follow_registrations(uid, client, frozenset(after))
+        if after != before or given_up:
             for key in target.fleets:
                 self._enqueue(key)
-        if after is not None and registering:
-            pause = self._patience.get(uid, REGISTERING_SECONDS)
-            self._patience[uid] = min(2 * pause, STARTING_SECONDS)
-            return pause
-        settled = after is not None and all(worker.healthy for worker in after.values())
-        return SETTLED_SECONDS if settled else STARTING_SECONDS
+        if uid in self._store.registering or after is None or not all(worker.healthy for worker in after.values()):
+            return STARTING_SECONDS
+        return SETTLED_SECONDS
+
+    async def _follow_registrations(self, uid: str, client: router.RouterClient, listed: frozenset[str]) -> bool:
+        """Forget those that are listed; whether one has come to nothing, so that it must be asked for again."""
+        given_up = False
+        waiting = self._store.registering.get(uid, {})
+        for url in listed & waiting.keys():
+            del waiting[url]
+        with contextlib.suppress(EngineError):  # the next look follows them
+            for url, registration in list(waiting.items())[:FOLLOWED_AT_ONCE]:
+                failure = await client.registration_failure(registration.worker_id)
+                if failure and waiting.get(url) is registration:
+                    logger.warning("%s did not register %s: %s", client.url, url, failure)
+                    waiting[url] = registration.failed(self._store.now())
+        for url, registration in list(waiting.items()):
+            if registration.until <= self._store.now():
+                del waiting[url]
+                given_up = True
+        if not waiting:
+            self._store.registering.pop(uid, None)
+        return given_up
 
 
 def _missed(before: EngineProbe | None, target: Target) -> EngineProbe:
@@ -287,7 +302,7 @@ async def _model_info(engine: EngineClient) -> ModelInfo | None:
 
 def _listed(worker: router.Worker) -> Worker:
     kind = WorkerKind(type=worker.worker_type, bootstrap_port=worker.bootstrap_port)
-    return Worker(healthy=worker.is_healthy, kind=kind)
+    return Worker(healthy=worker.is_healthy, kind=kind, id=worker.id)
 
 
 async def _facts(engine: EngineClient) -> EngineFacts | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -35,11 +35,27 @@ from rolloutfleet.plan.observed import (
     pod_group,
     router_pod,
 )
+from rolloutfleet.plan.training import training_of
 
 logger = logging.getLogger(__name__)
 
 GONE_KEPT = timedelta(minutes=10)
 """Far longer than any list, event or answer is under way."""
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A router has been asked to add a worker."""
+
+    worker_id: str
+    until: datetime
+    """When it is to be asked again, whatever it says."""
+
+    def failed(self, now: datetime) -> Registration:
+        return replace(self, until=min(self.until, now + FAILED_REGISTRATION_PAUSE))
+
+
+FAILED_REGISTRATION_PAUSE = timedelta(seconds=3)
 
 
 @dataclass
@@ -67,12 +83,16 @@ class FleetStore:
         it tried and what came of it."""
         self.probes: dict[str, EngineProbe] = {}
         self.tables: dict[str, dict[str, Worker] | None] = {}
-        self.registering: dict[str, dict[str, datetime]] = {}
+        self.registering: dict[str, dict[str, Registration]] = {}
+        """By UID of the router's pod and URL of the worker: what was asked for and is not listed yet."""
         self.busy: dict[str, str] = {}
         self.create_failures: dict[FleetKey, dict[str, Trouble]] = {}
         self.catch_up_failures: dict[str, str] = {}
         self.applied_versions: dict[FleetKey, dict[str, str]] = {}
         self.targets.changed = nobody
+
+    def now(self) -> datetime:
+        return self._clock()
 
     # What watches and lists bring
 
@@ -230,7 +250,6 @@ class FleetStore:
         }
         pods = list(self._objects(key, "Pod").values())
         group_uids = [child["metadata"]["uid"] for child in owned["ServerGroup"]]
-        now = self._clock()
         return Fleet(
             server=server,
             groups=tuple(
@@ -243,9 +262,7 @@ class FleetStore:
                 router_pod(
                     pod,
                     self.tables.get(pod["metadata"]["uid"]),
-                    frozenset(
-                        url for url, until in self.registering.get(pod["metadata"]["uid"], {}).items() if now < until
-                    ),
+                    frozenset(self.registering.get(pod["metadata"]["uid"], ())),
                 )
                 for pod in pods
                 if component_of(pod) == COMPONENT_ROUTER and not pod["metadata"].get("deletionTimestamp")
@@ -263,6 +280,12 @@ class FleetStore:
                 if any(owned_by(body, uid) for uid in group_uids)
             },
         )
+
+    def training_key(self, key: FleetKey) -> str:
+        """Of the fleet as seen now: see Training.key."""
+        server = RolloutServer.model_validate(self.server(key))
+        leases = [lease for lease in self._objects(key, "Lease").values() if owned_by(lease, server.uid)]
+        return training_of(Fleet(server=server, lease=self._lease(key, leases)), self._clock()).key
 
     def _objects(self, key: FleetKey, kind: str) -> dict[str, dict[str, Any]]:
         seen = self._fleets.get(key)
@@ -312,4 +335,4 @@ def trimmed(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-__all__ = ["FleetKey", "FleetStore", "component_of", "owned_by", "trimmed"]
+__all__ = ["FleetKey", "FleetStore", "Registration", "component_of", "owned_by", "trimmed"]

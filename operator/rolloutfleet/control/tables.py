@@ -1,15 +1,21 @@
-"""Changes to the tables that routers and language engines keep in memory, by their REST APIs."""
+"""Changes to the tables that routers and language engines keep in memory, by their REST APIs.
+
+They run beside the reconciles, each on its own: a router that hangs delays neither another router nor the recovery of
+its fleet. Two changes of one entry never overlap; the second is left out, and planned again when the first has ended.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from datetime import datetime, timedelta
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NamedTuple
+from weakref import WeakValueDictionary
 
-from rolloutfleet.control.freshness import require_same_training
+from rolloutfleet.control.freshness import Stop, require_same_training
 from rolloutfleet.control.probes import Prober
-from rolloutfleet.control.store import FleetKey, FleetStore
+from rolloutfleet.control.store import FleetKey, FleetStore, Registration
 from rolloutfleet.engine.errors import EngineError
 from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.engine.sglang import EncoderTable
@@ -18,9 +24,21 @@ from rolloutfleet.plan.actions import Deregister, Register, RegisterEncoder, Unr
 
 logger = logging.getLogger(__name__)
 
-REGISTRATION_SECONDS = 60
-"""After which a registration that no router lists is asked for again."""
-RETRY_PAUSE_SECONDS = 3.0
+RETRY_PAUSE_SECONDS = 1.0
+REGISTRATION_PATIENCE = timedelta(seconds=120)
+"""After which a registration that the router still works on is asked for again: its own limit is well below."""
+LISTED_AFTER_SECONDS = (0.1, 0.4)
+"""When to look for a new worker: a router needs about 50 ms for one that is well."""
+ADDED_AT_ONCE = 16
+"""Registrations under way at one router: a fleet that starts must not take all connections of this process."""
+
+TableChange = Register | Deregister | RegisterEncoder | UnregisterEncoder
+
+
+class _Entry(NamedTuple):
+    table: str
+    """UID of the pod that keeps it."""
+    url: str
 
 
 class Tables:
@@ -32,69 +50,81 @@ class Tables:
         prober: Prober,
         router: Callable[[str], RouterClient],
         encoder_table: Callable[[str], EncoderTable],
+        enqueue: Callable[[FleetKey], None],
         enqueue_after: Callable[[FleetKey, float], None],
-        clock: Callable[[], datetime],
     ) -> None:
         self._api = api
         self._store = store
         self._prober = prober
         self._router = router
         self._encoder_table = encoder_table
+        self._enqueue = enqueue
         self._enqueue_after = enqueue_after
-        self._clock = clock
-        self._looks: dict[FleetKey, asyncio.Future[None]] = {}
+        self._running: dict[_Entry, asyncio.Task[None]] = {}
+        self._left_out: set[_Entry] = set()
+        self._adding: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """By UID of the router's pod, as long as somebody adds to its table."""
+        self._checks: dict[tuple[FleetKey, str], asyncio.Task[None]] = {}
 
-    async def register(self, key: FleetKey, action: Register) -> None:
-        await self._require_same_training(key)
+    def start(self, key: FleetKey, action: TableChange) -> None:
+        """Returns at once. Whatever becomes of it, the table is looked at again."""
+        table = action.router_uid if isinstance(action, Register | Deregister) else action.pod_uid
+        entry = _Entry(table, action.url)
+        if entry in self._running:
+            self._left_out.add(entry)
+        else:
+            name = f"{type(action).__name__} {entry.url}"
+            self._running[entry] = asyncio.create_task(self._run(key, entry, action), name=name)
+
+    async def close(self) -> None:
+        tasks = [*self._running.values(), *self._checks.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, key: FleetKey, entry: _Entry, action: TableChange) -> None:
         try:
-            await self._router(action.router_url).add_worker(
+            match action:
+                case Register():
+                    await self._register(key, action)
+                case Deregister():
+                    await self._router(action.router_url).remove_worker(action.worker_id)
+                case RegisterEncoder():
+                    await self._encoder_table(action.table).add(action.url)
+                case UnregisterEncoder():
+                    await self._encoder_table(action.table).remove(action.url)
+        except Stop:
+            self._enqueue(key)
+        except (EngineError, kube.ApiError) as error:
+            logger.warning("%s/%s: %s of %s: %s", key.namespace, key.name, type(action).__name__, entry.url, error)
+            self._enqueue_after(key, RETRY_PAUSE_SECONDS)
+        finally:
+            del self._running[entry]
+            if entry in self._left_out:
+                self._left_out.discard(entry)
+                self._enqueue(key)
+        self._prober.look_soon(entry.table)
+
+    async def _register(self, key: FleetKey, action: Register) -> None:
+        await asyncio.shield(self._check(key, action.training_key))
+        slots = self._adding.setdefault(action.router_uid, asyncio.Semaphore(ADDED_AT_ONCE))
+        async with slots:
+            worker_id = await self._router(action.router_url).add_worker(
                 action.url, worker_type=action.kind.type, bootstrap_port=action.kind.bootstrap_port
             )
-        except EngineError as error:
-            logger.warning("router %s did not take %s: %s", action.router, action.url, error)
-            self._enqueue_after(key, RETRY_PAUSE_SECONDS)
-            return
-        uid = self._router_uid(key, action.router)
-        until = self._clock() + timedelta(seconds=REGISTRATION_SECONDS)
-        self._store.registering.setdefault(uid, {})[action.url] = until
-        self._prober.look_soon(uid)
+        registration = Registration(worker_id=worker_id, until=self._store.now() + REGISTRATION_PATIENCE)
+        self._store.registering.setdefault(action.router_uid, {})[action.url] = registration
+        for seconds in LISTED_AFTER_SECONDS:
+            asyncio.get_running_loop().call_later(seconds, self._prober.look_soon, action.router_uid)
 
-    async def _require_same_training(self, key: FleetKey) -> None:
-        """One look for all registrations that begin while it is under way: each is made after it."""
-        look = self._looks.get(key)
-        if look is None:
-            look = asyncio.ensure_future(require_same_training(self._api, self._store, key))
-            self._looks[key] = look
-            look.add_done_callback(lambda _: self._looks.pop(key, None))
-        await asyncio.shield(look)
+    def _check(self, key: FleetKey, training_key: str) -> asyncio.Task[None]:
+        """One look at the trainer's state for all registrations of a plan, begun after the plan was made: the look for
+        a later plan is another one."""
 
-    async def deregister(self, key: FleetKey, action: Deregister) -> None:
-        client = self._router(action.router_url)
-        try:
-            for worker in await client.list_workers():
-                if worker.url == action.url:
-                    await client.remove_worker(worker.id)
-        except EngineError as error:
-            logger.warning("router %s did not forget %s: %s", action.router, action.url, error)
-            self._enqueue_after(key, RETRY_PAUSE_SECONDS)
-        self._prober.look_soon(self._router_uid(key, action.router))
+        async def look() -> None:
+            del self._checks[key, training_key]
+            await require_same_training(self._api, self._store, key, training_key)
 
-    async def register_encoder(self, key: FleetKey, action: RegisterEncoder) -> None:
-        await self._change_table(key, action, self._encoder_table(action.table).add(action.url))
-
-    async def unregister_encoder(self, key: FleetKey, action: UnregisterEncoder) -> None:
-        await self._change_table(key, action, self._encoder_table(action.table).remove(action.url))
-
-    async def _change_table(
-        self, key: FleetKey, action: RegisterEncoder | UnregisterEncoder, change: Awaitable[None]
-    ) -> None:
-        try:
-            await change
-        except EngineError as error:
-            logger.warning("%s", error)
-            self._enqueue_after(key, RETRY_PAUSE_SECONDS)
-        self._prober.look_soon(action.pod_uid)
-
-    def _router_uid(self, key: FleetKey, name: str) -> str:
-        pod = self._store.object(key, "Pod", name)
-        return str(pod["metadata"]["uid"]) if pod is not None else ""
+        if (key, training_key) not in self._checks:
+            self._checks[key, training_key] = asyncio.create_task(look(), name=f"trainer of {key.namespace}/{key.name}")
+        return self._checks[key, training_key]

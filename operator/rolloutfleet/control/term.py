@@ -84,6 +84,15 @@ class Term:
         )
         self._tripwire = Tripwire(store=store, enqueue=self.queue.add, look_soon=self.prober.look_soon)
         self._engines = EngineWork(api=api, store=store, prober=self.prober, engine=engine, enqueue=self.soon)
+        self._tables = Tables(
+            api=api,
+            store=store,
+            prober=self.prober,
+            router=router,
+            encoder_table=encoder_table,
+            enqueue=self.queue.add,
+            enqueue_after=self.queue.add_after,
+        )
         self.executor = Executor(
             objects=ObjectWriter(
                 api=api,
@@ -93,15 +102,7 @@ class Term:
                 clock=clock,
                 metrics=metrics,
             ),
-            tables=Tables(
-                api=api,
-                store=store,
-                prober=self.prober,
-                router=router,
-                encoder_table=encoder_table,
-                enqueue_after=self.queue.add_after,
-                clock=clock,
-            ),
+            tables=self._tables,
             engines=self._engines,
             require=require,
         )
@@ -134,6 +135,7 @@ class Term:
                 group.create_task(self.queue.run(workers=WORKERS, reconcile=reconcile), name="queue")
                 group.create_task(_awaited(beside), name="beside")
         finally:
+            await self._tables.close()
             await self._engines.close()
 
 

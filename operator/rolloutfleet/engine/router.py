@@ -38,15 +38,30 @@ class RouterClient(HttpPeer):
             for worker in answer.get("workers") or []
         ]
 
-    async def add_worker(self, url: str, *, worker_type: str, bootstrap_port: int | None = None) -> None:
-        """Ask for a registration as regular, prefill or decode; look for it in `list_workers`.
+    async def add_worker(self, url: str, *, worker_type: str, bootstrap_port: int | None = None) -> str:
+        """Ask for a registration as regular, prefill or decode; look for it in `list_workers`. The id of its worker.
 
         The router checks neither type nor port: an unknown type becomes regular.
         """
         body: dict[str, Any] = {"url": url, "worker_type": worker_type}
         if bootstrap_port is not None:
             body["bootstrap_port"] = bootstrap_port
-        await self._call("POST", "/workers", seconds=TABLE_SECONDS, body=body)
+        answer = await self._ask("POST", "/workers", seconds=TABLE_SECONDS, body=body)
+        return str(answer.get("worker_id") or "")
+
+    async def registration_failure(self, worker_id: str) -> str:
+        """Why a registration that was accepted leads to nothing any more; empty while it may, or has led to a worker.
+
+        What the router works on cannot be cancelled: a DELETE of such a worker fails and the worker is listed later.
+        """
+        try:
+            answer = await self._ask("GET", f"/workers/{worker_id}", seconds=TABLE_SECONDS)
+        except EngineRefused as error:
+            if error.status == 404:
+                return "the router does not know of it: it started anew"
+            raise
+        job = answer.get("job_status") or {}
+        return str(job.get("message") or "no reason given") if job.get("status") == "failed" else ""
 
     async def remove_worker(self, worker_id: str) -> None:
         """Requests in flight on it complete. One that is gone already is success."""

@@ -75,6 +75,7 @@ class Register:
     """Add an engine to one router replica. Refused when the trainer has begun an update since we looked."""
 
     router: str
+    router_uid: str
     router_url: str
     url: str
     kind: WorkerKind
@@ -83,9 +84,13 @@ class Register:
 
 @dataclass(frozen=True)
 class Deregister:
+    """Take out the entry that the table had when we looked, and no later one of the same URL."""
+
     router: str
+    router_uid: str
     router_url: str
     url: str
+    worker_id: str
 
 
 @dataclass(frozen=True)

@@ -118,15 +118,22 @@ ENCODER_DEFAULTS: Mapping[str, str] = {
 }
 
 ROUTER_DEFAULTS: Mapping[str, str] = {
-    # A client's bad requests count as failures of a healthy engine (ten 4xx in a row open its breaker).
+    # Measured, docs/adr/0011: with the breaker, ten requests that an engine rightly refuses take it out for a minute.
     "disable-circuit-breaker": "",
+    # Without it, a dead engine that owns a prefix gets all retries. Three tries in 3 s outlast its removal at the
+    # pod's event (1 s) and the checks below (2 s). Each try of a request that kills engines takes one more: so few.
+    "retry-max-retries": "3",
+    "retry-initial-backoff-ms": "1000",
+    "retry-backoff-multiplier": "2",
     # /health of an engine generates a token and fails while the trainer holds it; /ping is a flag.
     "health-check-endpoint": "/ping",
-    "health-check-interval-secs": "5",
+    "health-check-interval-secs": "1",
+    # What is accepted and never answered costs requests that wait for long: out after 8 s.
+    "health-check-timeout-secs": "3",
     "health-failure-threshold": "2",
     "health-success-threshold": "1",
-    # A registration of an unreachable address blocks one of ten job slots for this long.
-    "worker-startup-timeout-secs": "60",
+    # A registration of an unreachable address holds one of ten job slots for this long, and removals wait behind ten.
+    "worker-startup-timeout-secs": "10",
     # Rollouts may generate for hours, and a request held by a pause must not run out.
     "request-timeout-secs": "14400",
 }

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rolloutfleet.plan.actions import Action, Deregister, Register
 from rolloutfleet.plan.engines import EngineView, Pairing, Weights
-from rolloutfleet.plan.observed import RouterPod, WorkerKind
+from rolloutfleet.plan.observed import NodeState, RouterPod, WorkerKind
 from rolloutfleet.plan.training import Training
 
 
@@ -31,10 +31,12 @@ def membership_of(engines: Iterable[EngineView], training: Training) -> Membersh
     tolerated: set[str] = set()
     for engine in engines:
         pod = engine.pod
-        if pod is None or not pod.alive or not pod.url or engine.leaving or engine.aside or not engine.fits:
+        if pod is None or not pod.url or engine.leaving or engine.aside or not engine.fits:
             continue
-        if (pod.external and not engine.answering) or engine.probe.closed:
-            continue  # of the one no pod's event will say that it has ended, of the other it will a moment later
+        if _lost(engine) or engine.probe.closed:
+            continue  # before a router's own check finds out: whoever is sent there meanwhile waits for nothing
+        if pod.external and not engine.answering:
+            continue  # no pod's event will say that it has ended
         if engine.role == "Encoder" or (engine.lacks_encoder and engine.answering):
             continue
         if training.held or pod.identity in training.memory_held:
@@ -57,6 +59,12 @@ def membership_of(engines: Iterable[EngineView], training: Training) -> Membersh
     return Membership(wanted=wanted, tolerated=frozenset(tolerated))
 
 
+def _lost(engine: EngineView) -> bool:
+    """One of its pods has ended or is about to, or its node is silent and so is it."""
+    unreachable = any(pod.node_state is NodeState.NOT_READY for pod in engine.pods) and not engine.answering
+    return unreachable or not all(pod.alive for pod in engine.pods)
+
+
 def table_actions(routers: Sequence[RouterPod], membership: Membership, training: Training) -> list[Action]:
     removals: list[Action] = []
     additions: list[Action] = []
@@ -64,13 +72,14 @@ def table_actions(routers: Sequence[RouterPod], membership: Membership, training
         if router.workers is None:
             continue
         removals += [
-            Deregister(router=router.name, router_url=router.url, url=url)
+            Deregister(router=router.name, router_uid=router.uid, router_url=router.url, url=url, worker_id=worker.id)
             for url, worker in sorted(router.workers.items())
             if url not in membership.tolerated and membership.wanted.get(url) != worker.kind
         ]
         additions += [
             Register(
                 router=router.name,
+                router_uid=router.uid,
                 router_url=router.url,
                 url=url,
                 kind=membership.wanted[url],
@@ -96,9 +105,12 @@ def serves(router: RouterPod, membership: Membership) -> bool:
 
 
 def deciding_routers(routers: Sequence[RouterPod]) -> list[RouterPod]:
-    """Routers whose word counts: those that take traffic, or while none does, those that answer."""
+    """Routers whose word counts: those that take traffic, or while none does, those that answer.
+
+    One that lists nothing has started anew and is about to lose its gate: the others' engines serve on.
+    """
     known = [router for router in routers if router.running and router.workers is not None]
-    return [router for router in known if router.gate] or known
+    return [router for router in known if router.gate and router.workers] or known
 
 
 def listed_anywhere(url: str, routers: Sequence[RouterPod]) -> bool:

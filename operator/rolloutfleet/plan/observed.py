@@ -163,6 +163,8 @@ class Worker:
 
     healthy: bool
     kind: WorkerKind = WorkerKind()
+    id: str = ""
+    """The router's own name for this entry; one that is added anew gets another."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ class RouterPod:
     workers: Mapping[str, Worker] | None
     """By URL, as listed by the router; None while the router does not answer."""
     registering: frozenset[str] = frozenset()
-    """URLs whose registration was accepted less than a minute ago and which are not listed yet."""
+    """URLs that it has been asked to add, that are not listed yet and that it may still be working on."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@
   threshold, never while the trainer holds the fleet, and never when most engines look dead together.
 - An end that says something against the engine counts. After the first in a row its next life begins at once, as a
   kubelet's container does: what fails once in a while should not wait. From the second on it waits, longer each time,
-  and after `maxRestarts` for somebody to resume it. An end that says nothing against it costs nothing.
+  and after `maxRestarts` for somebody to resume it. An end that says nothing against it costs nothing,
+  unless lives end like that again and again before they serve: then the next one waits as well.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ HARMLESS_ENDS = frozenset(
         *("DeletionByTaintManager", "DeletionByPodGC"),
     }
 )
-"""Ends that say nothing against the engine: the next life begins at once and no backoff grows."""
+"""Ends that say nothing against the engine: none counts as a failure, and after a life that served the next one begins
+at once."""
 
 ENDED = "ServerEnded"
 """Seen from outside, before its kubelet has told how."""
@@ -141,9 +143,10 @@ def next_life(record: EngineStatus, failure: Failure, epoch: int, group: ServerG
     before = 0 if _proved_itself(record, recovery, now) else record.failures_in_row
     failures = before if blameless else before + 1
     given_up = recovery.max_restarts is not None and failures > recovery.max_restarts
-    pause = timedelta()
-    if not (blameless or given_up):
-        pause = backoff(failures, recovery, f"{group.uid}/{record.index}/{epoch}")
+    in_vain = _lives_that_never_served(record) if blameless else failures
+    if given_up or failure.reason == "RestartRequested":
+        in_vain = 0
+    pause = backoff(in_vain, recovery, f"{group.uid}/{record.index}/{epoch}")
     kept = failure.model_copy(
         update={"time": now.isoformat(timespec="milliseconds"), "log": failure.log if roomy else ""}
     )
@@ -156,8 +159,15 @@ def next_life(record: EngineStatus, failure: Failure, epoch: int, group: ServerG
         failures_in_row=failures,
         retry_at=(now + pause).isoformat(timespec="milliseconds") if pause else "",
         last_failure=kept,
-        recoveries=begun(record.recoveries, epoch, failure.reason, now, keep=5 if roomy else 1),
+        recoveries=begun(record.recoveries, epoch, failure.reason, now, keep=5 if roomy else 2),
     )
+
+
+def _lives_that_never_served(record: EngineStatus) -> int:
+    """The last ones in a row, as far as status remembers. Whoever evicts each life as soon as it runs must not make us
+    create pods as fast as they go (kueue#13830)."""
+    served = [bool(recovery.routable) for recovery in reversed(record.recoveries)]
+    return served.index(True) if True in served else len(served)
 
 
 ROOMY = 100
@@ -207,9 +217,10 @@ def backoff(failures: int, recovery: RecoverySpec, life: str) -> timedelta:
 def rests(record: EngineStatus, recovery: RecoverySpec, now: datetime) -> tuple[str, str]:
     """(reason, message) why the next life of an engine that failed does not begin yet; empty when it may."""
     failure = record.last_failure
-    if record.pod_uid or failure is None or failure.reason in HARMLESS_ENDS:
+    if record.pod_uid or failure is None:
         return "", ""
-    if recovery.max_restarts is not None and record.failures_in_row > recovery.max_restarts:
+    counts = failure.reason not in HARMLESS_ENDS
+    if counts and recovery.max_restarts is not None and record.failures_in_row > recovery.max_restarts:
         return "RestartsExhausted", (
             f"failed {record.failures_in_row} times in a row, and recovery.maxRestarts is {recovery.max_restarts}; "
             f"last: {failure.reason}: {failure.message}; `kubectl rolloutfleet resume` starts it again"

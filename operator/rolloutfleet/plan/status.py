@@ -187,6 +187,10 @@ def _progressing(engines: Sequence[EngineView], routers: int, server: RolloutSer
     moving = [view for view in engines if view.record.phase not in (EnginePhase.SERVING, EnginePhase.HELD)]
     if moving:
         return _condition("Progressing", "True", "EnginesStarting", f"{len(moving)} engines are not serving yet")
+    outdated = sum(view.outdated for view in engines)
+    if outdated:
+        text = f"{outdated} of {len(engines)} engines are of an older revision"
+        return _condition("Progressing", "True", "ChangeUnderWay", text)
     if routers < server.spec.router.replicas:
         return _condition(
             "Progressing", "True", "RouterStarting", f"{routers}/{server.spec.router.replicas} routers ready"

@@ -38,7 +38,8 @@ class Training:
     checksums: dict[tuple[str, str], str]
     """Checksum of the committed version by (ServerGroup, revision), as the agent measured it; none for version 0."""
     key: str
-    """Changes whenever anything may have changed an engine's weights: what was read under another key is void."""
+    """Changes whenever anything may have changed an engine's weights, or which are the fleet's: what was read or
+    planned under another key is void."""
 
     def claimed_by(self, label: str) -> bool:
         """An engine with this label says that it holds the committed weights."""
@@ -72,7 +73,7 @@ def training_of(fleet: Fleet, now: datetime) -> Training:
         committed_pods=frozenset(verdict.uid for verdict in verdicts if verdict.outcome == "Committed"),
         distrusted_pods=frozenset(verdict.uid for verdict in verdicts if verdict.outcome != "Committed"),
         checksums={(entry.group, entry.revision): entry.checksum for entry in weights.checksums} if weights else {},
-        key=f"{weights.transaction if weights else 0}/{'held' if update_held else 'free'}",
+        key=f"{weights.transaction if weights else 0}/{version}/{'held' if update_held else 'free'}",
     )
 
 

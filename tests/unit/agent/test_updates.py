@@ -38,6 +38,19 @@ def test_every_engine_takes_the_version_and_generates_again(tmp_path: Path) -> N
     play(tmp_path, story)
 
 
+def test_an_engine_that_the_operator_proves_just_before_the_intent_takes_part(tmp_path: Path) -> None:
+    """A router may be about to list it: left out, it would answer requests with the old weights."""
+
+    async def story(world: World) -> None:
+        world.change_engine(2, phase="Stale", weightVersion=None)
+        world.cluster.before_apply.append(lambda: world.change_engine(2, weightVersion=0))
+        result = await world.updater.update(wanted(world))
+        assert [verdict.outcome for verdict in result.engines] == ["Committed"] * 3
+        assert world.engines[2].label == signed(1)
+
+    play(tmp_path, story)
+
+
 def test_the_intent_is_recorded_before_a_pause_and_the_commit_before_a_continuation(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         seen: dict[str, WeightsPhase] = {}

@@ -79,7 +79,7 @@ def load(engine: Engine, **changed: Any) -> CatchUp:
             "version": 1,
             "fleet": FLEET,
             "expected": "sum-of-w1",
-            "training_key": "1/free",
+            "training_key": "0/0/free",
             **changed,
         }
     )
@@ -107,11 +107,11 @@ def test_nothing_is_loaded_into_an_engine_of_another_fleet_that_has_taken_the_ad
 def test_an_adoption_changes_the_label_alone_and_what_was_proved_of_the_weights_stands() -> None:
     async def story(engine: Engine, store: FleetStore, perform: Perform) -> None:
         engine.label = "0"
-        store.probes["pod"] = EngineProbe(answering=True, label="0", checksum="sum-of-m0", read_under="0/free")
-        await perform(Adopt(pod_uid="pod", url=engine.stand_in.url, version=0, fleet=FLEET, training_key="0/free"))
+        store.probes["pod"] = EngineProbe(answering=True, label="0", checksum="sum-of-m0", read_under="0/0/free")
+        await perform(Adopt(pod_uid="pod", url=engine.stand_in.url, version=0, fleet=FLEET, training_key="0/0/free"))
         assert engine.asked == ["update_weight_version"]
         assert engine.stand_in.asked[0].body == {"new_version": "0@5e1f0a27", "abort_all_requests": False}
         probe = store.probes["pod"]
-        assert (probe.label, probe.checksum, probe.read_under) == ("0@5e1f0a27", "sum-of-m0", "0/free")
+        assert (probe.label, probe.checksum, probe.read_under) == ("0@5e1f0a27", "sum-of-m0", "0/0/free")
 
     scene(story)

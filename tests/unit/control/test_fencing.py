@@ -48,9 +48,9 @@ class Scene:
         self.term = self.operator.begin_term()
 
     async def perform(self, action: Action) -> None:
-        """With the work on an engine that it may begin."""
+        """With the work on an engine or a table that it may begin."""
         await self.term.executor.perform(KEY, action)
-        begun = [task for task in asyncio.all_tasks() if task.get_name().startswith("catch-up")]
+        begun = [task for task in asyncio.all_tasks() if task.get_name().startswith(("catch-up", "Register"))]
         await asyncio.wait_for(asyncio.gather(*begun), LIMIT)
 
 
@@ -65,7 +65,13 @@ def test_a_catch_up_that_outlives_its_term_loads_nothing_into_the_engine() -> No
 
         async with StandIn(answer) as engine:
             action = CatchUp(
-                pod_uid="u", url=engine.url, path="/w/2", version=2, fleet="rl/qwen", expected="", training_key="0/free"
+                pod_uid="u",
+                url=engine.url,
+                path="/w/2",
+                version=2,
+                fleet="rl/qwen",
+                expected="",
+                training_key="0/0/free",
             )
             await scene.perform(action)
             assert [asked.path for asked in engine.asked if asked.method == "POST"] == ["/pause_generation"]
@@ -89,12 +95,48 @@ def test_a_registration_is_not_sent_when_the_lease_ended_while_the_trainers_stat
         scene.client.before = lose
         async with StandIn.always(202, {}) as router:
             action = Register(
-                router="r", router_url=router.url, url="http://10.0.0.1:30000", kind=WorkerKind(), training_key="0/free"
+                router="r",
+                router_uid="r",
+                router_url=router.url,
+                url="http://10.0.0.1:30000",
+                kind=WorkerKind(),
+                training_key="0/0/free",
             )
-            with pytest.raises(NotLeading):
-                await scene.perform(action)
+            await scene.perform(action)
+            assert not scene.leadership.leads
             assert router.asked == []
+            assert not scene.operator.store.registering
         await scene.operator.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_registration_that_was_planned_before_an_update_is_not_sent_after_it() -> None:
+    """Neither when the watch is late, nor when it has brought the news while the plan was being performed."""
+
+    async def scenario() -> None:
+        for told in (False, True):
+            scene = Scene()
+            updated = rollout_server()
+            weights = {"phase": "Committed", "version": 1, "transaction": 1, "path": "/weights/m1"}
+            updated["status"] = {"training": {"weights": weights}}
+            fresh = scene.cluster.put("RolloutServer", updated)
+            if told:
+                scene.operator.store.upsert("RolloutServer", fresh)
+            async with StandIn.always(202, {}) as router:
+                url = "http://10.0.0.1:30000"
+                action = Register(
+                    router="r",
+                    router_uid="r",
+                    router_url=router.url,
+                    url=url,
+                    kind=WorkerKind(),
+                    training_key="0/0/free",
+                )
+                await scene.perform(action)
+                assert router.asked == []
+                assert not scene.operator.store.registering
+            await scene.operator.stop()
 
     asyncio.run(scenario())
 

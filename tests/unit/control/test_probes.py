@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from rolloutfleet.api.names import COMPONENT_ENGINE, COMPONENT_ROUTER, LABEL_COMPONENT, LABEL_SERVER
 from rolloutfleet.control.probes import Prober
-from rolloutfleet.control.store import FleetKey, FleetStore
+from rolloutfleet.control.store import FleetKey, FleetStore, Registration
 from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.engine.sglang import EncoderClient, EncoderTable, EngineClient
@@ -174,19 +174,19 @@ def test_a_pod_that_is_gone_is_looked_at_no_more() -> None:
     Scene().play(script)
 
 
-def test_a_router_that_was_asked_to_register_is_looked_at_until_it_lists() -> None:
+def test_a_look_at_a_router_forgets_registrations_that_it_lists() -> None:
     url = "http://10.0.0.9:30000"
 
     async def script(scene: Scene, prober: Prober) -> None:
         scene.store.upsert("Pod", scene.pod("r", COMPONENT_ROUTER))
         await until(lambda: "uid-r" in scene.store.tables)
-        scene.store.registering["uid-r"] = {url: datetime.now(UTC)}
-        prober.look_soon("uid-r")
-        await until(lambda: len(scene.asked) >= 3)
+        until_then = datetime.now(UTC) + timedelta(minutes=1)
+        scene.store.registering["uid-r"] = {url: Registration(worker_id="1", until=until_then)}
         worker = {"id": "1", "url": url, "worker_type": "regular", "is_healthy": True}
         scene.answers["/workers"] = (200, {"workers": [worker]})
-        await until(lambda: bool(scene.store.tables["uid-r"]))
-        assert scene.store.registering["uid-r"] == {}
+        prober.look_soon("uid-r")
+        await until(lambda: "uid-r" not in scene.store.registering)
+        assert set(scene.store.tables["uid-r"] or ()) == {url}
 
     Scene().play(script)
 

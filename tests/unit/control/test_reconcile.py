@@ -107,7 +107,7 @@ def test_pods_are_made_side_by_side_after_the_status_that_names_them_and_before_
 
 def test_out_of_the_routers_comes_before_deleted(perform: Perform) -> None:
     hands = Hands()
-    leave = [Deregister(router="r", router_url="", url=url) for url in ("x", "y")]
+    leave = [Deregister(router="r", router_uid="r", router_url="", url=url, worker_id="1") for url in ("x", "y")]
     perform([*leave, DeletePod(name="a", uid="u"), DeletePod(name="b", uid="u")], hands)
     assert set(hands.ended[:2]) == {"x", "y"}
     assert set(hands.begun[2:]) == {"a", "b"}

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, cast
+
+import pytest
 
 from rolloutfleet.control import tripwire
+from rolloutfleet.control.probes import Prober
 from rolloutfleet.control.store import FleetKey, FleetStore
 from rolloutfleet.control.tripwire import Tripwire
+from rolloutfleet.engine.errors import EngineError
+from rolloutfleet.engine.sglang import EngineClient, ModelInfo
 from rolloutfleet.plan.observed import EngineProbe
 
 KEY = FleetKey("rl", "qwen")
@@ -127,6 +134,71 @@ def test_a_connection_that_ends_while_the_server_lives_proves_nothing_and_is_mad
         assert not fixture.enqueued
 
     with_fixture(test)
+
+
+@pytest.mark.parametrize("last_words", [True, False])
+def test_an_end_that_is_heard_during_a_look_is_not_forgotten_for_what_the_look_saw(last_words: bool) -> None:
+    async def run() -> None:
+        listener = Listener()
+        fixture = Fixture(listener)
+        looked = asyncio.Event()
+
+        class Dying:
+            async def ready(self) -> bool:
+                probe = fixture.store.probes[UID]
+                if not probe.closed:
+                    fixture.store.probes[UID] = replace(probe, closed=True)
+                    return last_words
+                looked.set()
+                return False
+
+            async def ping(self) -> bool:
+                return False
+
+            async def model_info(self) -> ModelInfo:
+                return ModelInfo(model_path="/models/m0", weight_version="0@abcdef01")
+
+            async def server_info(self) -> Any:
+                raise EngineError("died")
+
+            async def load(self) -> Any:
+                raise EngineError("died")
+
+        def nobody(url: str) -> Any:
+            raise AssertionError(url)
+
+        metadata = {
+            "name": "pod",
+            "namespace": "rl",
+            "uid": UID,
+            "resourceVersion": "1",
+            "labels": {"rolloutfleet.dev/server": "qwen", "rolloutfleet.dev/component": "engine"},
+        }
+        fixture.store.upsert(
+            "Pod", {"metadata": metadata, "status": {"phase": "Running", "podIP": "10.0.0.1"}, "spec": {}}
+        )
+        prober = Prober(
+            store=fixture.store,
+            enqueue=fixture.enqueued.append,
+            engine=lambda url: cast(EngineClient, Dying()),
+            router=nobody,
+            encoder=nobody,
+            encoder_table=nobody,
+            monotonic=time.monotonic,
+        )
+        running = asyncio.create_task(prober.run())
+        try:
+            await until(lambda: fixture.enqueued)
+            assert fixture.closed
+            prober.look_soon(UID)
+            async with asyncio.timeout(5):
+                await looked.wait()
+            assert fixture.closed
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(run())
 
 
 def test_only_engines_that_have_answered_are_watched_and_those_that_go_are_let_go() -> None:

@@ -209,15 +209,30 @@ def test_a_worker_that_says_nothing_of_its_health_is_not_healthy() -> None:
 
 
 def test_a_worker_is_registered_by_url_and_type() -> None:
-    stand_in = StandIn.always(202, {"status": "accepted"})
+    stand_in = StandIn.always(202, {"status": "accepted", "worker_id": "w1"})
     url = "http://10.0.0.1:30000"
-    ask_router(stand_in, lambda router: router.add_worker(url, worker_type="decode"))
+    assert ask_router(stand_in, lambda router: router.add_worker(url, worker_type="decode")) == "w1"
     ask_router(stand_in, lambda router: router.add_worker(url, worker_type="prefill", bootstrap_port=8998))
     assert [(asked.method, asked.path) for asked in stand_in.asked] == [("POST", "/workers")] * 2
     assert [asked.body for asked in stand_in.asked] == [
         {"url": url, "worker_type": "decode"},
         {"url": url, "worker_type": "prefill", "bootstrap_port": 8998},
     ]
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "failure"),
+    [
+        (200, {"id": "w1", "job_status": {"status": "processing"}}, ""),
+        (200, {"id": "w1", "is_healthy": True}, ""),
+        (200, {"id": "w1", "job_status": {"status": "failed", "message": "Workflow timeout after 40s"}}, "timeout"),
+        (404, {"error": "Worker not found"}, "started anew"),
+    ],
+)
+def test_a_router_says_what_became_of_a_registration(status: int, body: dict[str, Any], failure: str) -> None:
+    told = ask_router(StandIn.always(status, body), lambda router: router.registration_failure("w1"))
+    assert failure in told
+    assert bool(told) is bool(failure)
 
 
 def test_removing_a_worker_that_is_gone_is_success_and_other_errors_are_told() -> None:

@@ -13,6 +13,7 @@ from rolloutfleet.api.common import RollingUpdate
 from rolloutfleet.api.server_group import ServerGroupSpec
 from rolloutfleet.plan.actions import Apply, ApplyStatus, CreatePod, CreatePodGroup, DeletePod, PairCheck, Register
 from rolloutfleet.plan.gang import VOLCANO
+from rolloutfleet.plan.observed import LeaseView
 from rolloutfleet.plan.revision import group_revision
 from unit.plan.test_spec_changes import BASES
 from unit.plan.world import Crash, World, crashed_behind_each_action, rollout_server
@@ -208,6 +209,28 @@ def test_12_nothing_that_the_operator_makes_has_a_finalizer() -> None:
     assert kinds >= {"Pod", "PodGroup", "ServerGroup", "Deployment", "Service", "Lease", "PodDisruptionBudget"}
 
 
+@pytest.mark.parametrize("how", ["evicted", "deleted", "preempted"])
+def test_12_an_engine_that_is_ended_as_soon_as_it_runs_is_not_made_again_every_second(how: str) -> None:
+    world = serving(2)
+    before = len(world.created)
+    for _ in range(600):
+        step(world, 1)
+        world.run_pods()
+        step(world)
+        for name, pod in list(world.pods.items()):
+            if not name.startswith("qwen-main-0-") or pod["status"]["phase"] != "Running":
+                continue
+            if how == "deleted":
+                world.delete_pod(name)
+            elif how == "evicted":
+                world.weights.pop(world.uid(name), None)
+                pod["status"] = {"phase": "Failed", "reason": "Evicted", "message": "ephemeral storage"}
+            else:
+                reason = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
+                pod["status"]["conditions"].append(reason)
+    assert len(world.created) - before <= 20, "in ten minutes"
+
+
 def test_13_no_probe_of_the_kubelet_restarts_an_engine() -> None:
     for base in BASES.values():
         world = World(rollout_server(**base))
@@ -299,6 +322,16 @@ def test_21_a_generation_is_observed_as_a_change_that_is_under_way_until_it_is_d
     world.settle()
     assert world.server["status"]["observedGeneration"] == 2
     assert condition(world, "Progressing")[0] == "False"
+
+
+def test_21_a_change_that_waits_for_the_trainer_is_under_way() -> None:
+    world = serving(2)
+    world.begin_update(1, seconds=3600)
+    world.lease = LeaseView(holder="trainer", fence=1, expires_at=world.now + timedelta(hours=1))
+    world.spec()["engine"]["image"] = "engine:2"
+    world.settle(patient=False)
+    assert images(world) == {"engine:1"}
+    assert condition(world, "Progressing")[0] == "True"
 
 
 def test_23_ready_is_taken_back_while_the_only_engine_crashes_again_and_again() -> None:

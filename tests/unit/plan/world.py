@@ -241,10 +241,11 @@ class World:
                 self._gate(pod, routable)
             case Register(router=router, url=url, kind=kind):
                 self.assert_right_weights(url)
-                self.tables[router][url] = Worker(healthy=True, kind=kind)
+                self.tables[router][url] = Worker(healthy=True, kind=kind, id=self._uid())
                 self.assert_pairs_meant(router)
-            case Deregister(router=router, url=url):
-                self.tables[router].pop(url, None)
+            case Deregister(router=router, url=url, worker_id=worker_id):
+                if url in self.tables[router] and self.tables[router][url].id == worker_id:
+                    del self.tables[router][url]
             case Verify(pod_uid=uid, training_key=key):
                 if uid in self.weights:
                     self.proofs[uid] = (*self.weights[uid], key)
@@ -536,6 +537,9 @@ class World:
 
     def listed(self) -> set[str]:
         return set.intersection(*(set(table) for table in self.tables.values())) if self.tables else set()
+
+    def listed_by(self, router: str) -> set[str]:
+        return set(self.tables[router])
 
     def group_status(self, group: str = "main") -> dict[str, Any]:
         status: dict[str, Any] = self.children[f"ServerGroup/qwen-{group}"].get("status", {})
