@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE := 1
 
 ARGS ?=
 
-.PHONY: help quickstart down test bench-recovery bench-router chaos lint unit e2e generate format tools dev images up status api-server
+.PHONY: help quickstart down test bench-recovery bench-router bench-scale chaos lint unit e2e generate format tools dev images up status api-server
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
@@ -46,6 +46,9 @@ chaos: dev ## random faults on a fleet under load, on the running cluster; ARGS=
 
 bench-router: tools dev $(ROUTER)/complete ## the real router in front of engines that refuse, die, hang and vanish (root, 10 minutes)
 	@PYTHONPATH=operator:tests ROUTER_PYTHON=$(ROUTER)/bin/python $(PYTHON) -m bench.router
+
+bench-scale: tools dev ## measure the operator with 100 and 1000 fleets of stand-ins; ARGS="--only paced_100"
+	@bash tests/bench/scale/run.sh $(ARGS)
 
 generate: dev ## crds/ and the API reference from the models
 	@$(PYTHON) -m rolloutfleet.api.crdgen crds && $(PYTHON) -m rolloutfleet.api.refgen docs/reference/api.md

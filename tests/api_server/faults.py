@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from api_server.hub import Seen
-from api_server.wire import Disturb, Send
+from api_server.wire import Disturb, Pass
 
 Mangle = Callable[[Seen], Seen]
 """What becomes of watch events on their way to the operator."""
@@ -99,7 +99,7 @@ def broken_off(*, seconds: float) -> Mangle:
 def failing(chance: random.Random, *, share: float) -> Disturb:
     """That share of calls, to the API server as to engines and routers, fails in one of these ways."""
 
-    async def disturb(request: httpx.Request, send: Send) -> httpx.Response:
+    async def disturb(request: httpx.Request, send: Pass) -> httpx.Response:
         if chance.random() >= share:
             return await send(request)
         match chance.choice(("429", "500", "503", "reset", "refused", "answer lost")):
@@ -122,7 +122,7 @@ def stale_lists() -> Disturb:
     """Every second full list is answered with what the same question got before, as if it had been long on its way."""
     before: dict[str, bytes] = {}
 
-    async def disturb(request: httpx.Request, send: Send) -> httpx.Response:
+    async def disturb(request: httpx.Request, send: Pass) -> httpx.Response:
         if request.method != "GET" or "limit" not in request.url.params:
             return await send(request)
         question = str(request.url)

@@ -11,8 +11,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
-
 from api_server.faults import Mangle
 from api_server.node import engine_flags, is_router
 from api_server.process import Process
@@ -31,6 +29,7 @@ from rolloutfleet.api.names import (
     LABEL_RANK,
     engine_pod_name,
 )
+from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.sglang import EngineClient
 from rolloutfleet.kube import client as kube
 from rolloutfleet.kube.resources import Resource
@@ -354,7 +353,7 @@ async def running(world: World, namespace: str, **options: Any) -> AsyncIterator
 async def trainer(fleet: Fleet) -> AsyncIterator[Updater]:
     """The agent of a trainer: the real one, beside the operator that is under test."""
     network = fleet.world.network
-    api, http = network.api(), httpx.AsyncClient(transport=network.through(Wires()), trust_env=False)
+    api, http = network.api(), Http(max_connections=1, send=network.to_engines(Wires()))
     view = AgentsFleet(
         api=api, namespace=fleet.namespace, role="actor", name=fleet.name, pod_name="trainer", pod_uid="trainer"
     )
@@ -366,7 +365,7 @@ async def trainer(fleet: Fleet) -> AsyncIterator[Updater]:
     finally:
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
-        await http.aclose()
+        await http.close()
 
 
 def _live(pod: dict[str, Any]) -> bool:

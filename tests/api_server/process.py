@@ -44,8 +44,9 @@ class Process:
             api=network.api(wires),
             defaults=DEFAULTS,
             namespace=namespace,
-            transport=network.through(wires),
+            send=network.to_engines(wires),
             resync_seconds=resync,
+            progress_seconds=0.0,  # each status is a call to die at
         )
         self.feed: Callable[[str, str | None, dict[str, Any]], None] = self.operator.saw
         self._tasks: Tasks = set()

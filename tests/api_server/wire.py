@@ -5,24 +5,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Literal
+from typing import Any, Literal
 
 import aiohttp
 import httpx
 from yarl import URL
 
+from rolloutfleet.engine.http import Answer, Send
 from rolloutfleet.kube.client import KubeApi
 from rolloutfleet.kube.config import Credentials
 
 Moment = Literal["before", "after"]
 """Before the call is sent; or after it was performed, and before its answer is seen."""
 
-Send = Callable[[httpx.Request], Awaitable[httpx.Response]]
-Disturb = Callable[[httpx.Request, Send], Awaitable[httpx.Response]]
+Pass = Callable[[httpx.Request], Awaitable[httpx.Response]]
+Disturb = Callable[[httpx.Request, Pass], Awaitable[httpx.Response]]
 """What becomes of a call: it may be sent or not, and its answer come back or not."""
 
 
-async def undisturbed(request: httpx.Request, send: Send) -> httpx.Response:
+async def undisturbed(request: httpx.Request, send: Pass) -> httpx.Response:
     return await send(request)
 
 
@@ -74,7 +75,28 @@ class Network(httpx.AsyncBaseTransport):
     def through(self, wires: Wires) -> httpx.AsyncBaseTransport:
         return _Transport(wires, self)
 
+    def to_engines(self, wires: Wires) -> Send:
+        """The way to engines and routers, as their clients want it."""
+        transport = self.through(wires)
+
+        async def send(
+            method: str, url: URL, body: Any, timeout: aiohttp.ClientTimeout, headers: dict[str, str] | None
+        ) -> Answer:
+            limits = {"connect": timeout.sock_connect, "read": timeout.sock_read}
+            request = httpx.Request(method, str(url), json=body, headers=headers, extensions={"timeout": limits})
+            try:
+                response = await transport.handle_async_request(request)
+                return Answer(status=response.status_code, body=await response.aread())
+            except httpx.TimeoutException as error:
+                raise TimeoutError(str(error)) from error
+            except httpx.HTTPError as error:
+                raise aiohttp.ClientError(str(error)) from error
+
+        return send
+
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if "watch" in request.url.params:
+            await _for_ever()  # the hub tells
         limits = request.extensions["timeout"]
         try:
             async with self._session.request(

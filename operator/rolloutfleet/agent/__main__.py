@@ -15,7 +15,7 @@ from rolloutfleet.agent.sampling import Sampler
 from rolloutfleet.agent.server import Role, application
 from rolloutfleet.agent.settings import Settings, load_settings
 from rolloutfleet.agent.updates import Updater
-from rolloutfleet.engine.http import generating_http
+from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.engine.sglang import EngineClient
 from rolloutfleet.kube.client import ApiError, KubeApi
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 async def run(settings: Settings) -> None:
     api = KubeApi(load_credentials(), max_connections=16)
-    http = generating_http(max_connections=4096)
+    http = Http(max_connections=4096)
 
     def engine(url: str) -> EngineClient:
         return EngineClient(url, http=http)
@@ -75,7 +75,7 @@ async def run(settings: Settings) -> None:
         except ApiError as error:
             logger.warning("lease of %s not released: %s", role.fleet.name, error)
     await runner.cleanup()
-    await http.aclose()
+    await http.close()
     await api.close()
     for task in done - {waiting}:
         task.result()  # a loop that ended by an error: exit with it, and be restarted

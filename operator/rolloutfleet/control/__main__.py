@@ -19,6 +19,7 @@ from rolloutfleet.control.webhook import WebhookSettings, serve
 from rolloutfleet.kube.client import KubeApi
 from rolloutfleet.kube.config import load_credentials
 from rolloutfleet.plan.objects import Defaults
+from rolloutfleet.transport import AiohttpTransport
 
 LIVENESS = "http://0.0.0.0:8080/healthz"
 
@@ -35,7 +36,12 @@ async def run() -> None:
     leadership = Leadership(operators_lease(unfenced, own_namespace, name) if own_namespace else None)
     webhook = webhook_settings(own_namespace)
     operator = Operator(
-        api=KubeApi(credentials, before_write=leadership.require, observe=metrics.api_answered),
+        api=KubeApi(
+            credentials,
+            transport=AiohttpTransport(max_connections=32, keep_seconds=60, tls=credentials.tls),
+            before_write=leadership.require,
+            observe=metrics.api_answered,
+        ),
         defaults=Defaults(
             router_image=required("ROLLOUTFLEET_ROUTER_IMAGE"),
             placeholder_image=required("ROLLOUTFLEET_PLACEHOLDER_IMAGE"),

@@ -10,9 +10,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from http import HTTPStatus
 from typing import Any
 
-import httpx
 from aiohttp import web
 from prometheus_client import (
     CONTENT_TYPE_PLAIN_0_0_4,
@@ -183,9 +183,12 @@ class Metrics:
             word = self._reason(cause)
             of_group[word] = of_group.get(word, 0) + 1
 
-    def observed(self, transport: httpx.AsyncBaseTransport) -> httpx.AsyncBaseTransport:
-        """The transport by which engines and routers are asked, with each question counted."""
-        return _Observed(self, transport)
+    def asked(self, method: str, path: str, status: int | None, seconds: float) -> None:
+        """A question to an engine or a router was answered, or not (status None)."""
+        question = ASKED.get((method, path))
+        if question is not None:
+            paused = question == "ready" and status == HTTPStatus.SERVICE_UNAVAILABLE  # that is an answer
+            self.probed(question, seconds, failed=(status is None or status >= HTTPStatus.BAD_REQUEST) and not paused)
 
 
 def _with_news(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[ServerGroupStatus, ServerGroupStatus]:
@@ -201,31 +204,6 @@ def _with_news(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Ser
 
 def _of(engines: Iterable[Mapping[str, Any]]) -> ServerGroupStatus:
     return ServerGroupStatus.model_validate({"engines": list(engines)})
-
-
-class _Observed(httpx.AsyncBaseTransport):
-    """Tells how long each question took."""
-
-    def __init__(self, metrics: Metrics, inner: httpx.AsyncBaseTransport) -> None:
-        self._metrics = metrics
-        self._inner = inner
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        asked = ASKED.get((request.method, request.url.path))
-        if asked is None:
-            return await self._inner.handle_async_request(request)
-        began = time.monotonic()
-        try:
-            response = await self._inner.handle_async_request(request)
-        except httpx.HTTPError:
-            self._metrics.probed(asked, time.monotonic() - began, failed=True)
-            raise
-        paused = asked == "ready" and response.status_code == httpx.codes.SERVICE_UNAVAILABLE  # that is an answer
-        self._metrics.probed(asked, time.monotonic() - began, failed=response.is_error and not paused)
-        return response
-
-    async def aclose(self) -> None:
-        await self._inner.aclose()
 
 
 async def serve(registry: CollectorRegistry, *, port: int = PORT) -> None:

@@ -1,30 +1,34 @@
 """The operator process: watches, lists and leadership, with kopf as the process shell. What acts is a Term.
 
-kopf delivers watch events, answers liveness and handles signals. It reconciles nothing and writes nothing: its
-handlers only feed the store and enqueue the fleet's key.
+kopf delivers watch events (but those of pods: watches.py), answers liveness and handles signals. It reconciles nothing
+and writes nothing: its handlers only feed the store and enqueue the fleet's key.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
-import httpx
 import kopf
 
 from rolloutfleet.api.names import COMPONENT_ROUTER, COMPONENT_TRAINER, LABEL_COMPONENT, LABEL_MANAGED_BY, MANAGED_BY
 from rolloutfleet.control.leadership import Leadership
 from rolloutfleet.control.metrics import Metrics
+from rolloutfleet.control.progress import PROGRESS_SECONDS
 from rolloutfleet.control.states import Sources, States
-from rolloutfleet.control.store import FleetKey, FleetStore, component_of
+from rolloutfleet.control.store import FleetKey, FleetStore, component_of, trimmed
 from rolloutfleet.control.term import Term
 from rolloutfleet.control.trainers import TrainerPods
 from rolloutfleet.control.watch_health import WatchHealth
+from rolloutfleet.control.watches import Watch
+from rolloutfleet.engine.http import Http, Send
 from rolloutfleet.kube import client as kube
 from rolloutfleet.plan.objects import Defaults
 
@@ -42,10 +46,11 @@ class Watched:
     selector: str | None
 
 
+PODS = Watched(kube.POD, LABEL_COMPONENT)
 WATCHED = (
     Watched(kube.ROLLOUT_SERVER, None),
     Watched(kube.SERVER_GROUP, OURS),
-    Watched(kube.POD, LABEL_COMPONENT),
+    PODS,
     Watched(kube.DEPLOYMENT, OURS),
     Watched(kube.SERVICE, OURS),
     Watched(kube.ROLE, OURS),
@@ -72,25 +77,20 @@ class Operator:
         leadership: Leadership | None = None,
         metrics: Metrics | None = None,
         services: tuple[Callable[[], Awaitable[None]], ...] = (),
-        transport: httpx.AsyncBaseTransport | None = None,
+        send: Send | None = None,
         resync_seconds: float = RESYNC_SECONDS,
+        progress_seconds: float = PROGRESS_SECONDS,
     ) -> None:
-        """`services` run in every replica, whether it leads or not. `transport` replaces the way to engines and
-        routers."""
+        """`services` run in every replica, whether it leads or not. `send` replaces the way to engines and routers."""
         self._api = api
         self._namespace = namespace
         self._defaults = defaults
         self._leadership = leadership or Leadership()
         self._services = services
         self._resync_seconds = resync_seconds
+        self._progress_seconds = progress_seconds
         self._metrics = metrics or Metrics()
-        limits = httpx.Limits(max_connections=256, max_keepalive_connections=128)
-        transport = transport or httpx.AsyncHTTPTransport(trust_env=False, limits=limits)
-        self._http = httpx.AsyncClient(
-            trust_env=False,
-            transport=self._metrics.observed(transport),
-            event_hooks={"request": [self._before_engine_call]},
-        )
+        self._http = Http(max_connections=256, observe=self._metrics.asked, before=self._before_engine_call, send=send)
         self.store = FleetStore(clock=now)
         self.term: Term | None = None
         """While this replica leads."""
@@ -104,6 +104,15 @@ class Operator:
             ),
         )
         self._trainers = TrainerPods(api=api, store=self.store)
+        self._pods = Watch(
+            api=api,
+            resource=PODS.resource,
+            namespace=namespace,
+            selector=PODS.selector,
+            keep=partial(trimmed, PODS.resource.kind),
+            listed=self._pods_listed,
+            saw=lambda kind_of_event, body: self.saw(PODS.resource.kind, kind_of_event, body),
+        )
         self._tasks: list[asyncio.Task[None]] = []
         self._listed_at = time.monotonic()
         self._watches = {watched.resource.kind: WatchHealth() for watched in WATCHED}
@@ -111,6 +120,7 @@ class Operator:
     async def start(self) -> None:
         self._tasks = [
             asyncio.create_task(self._leadership.run(self._lead), name="leadership"),
+            asyncio.create_task(self._pods.run(), name="watch of pods"),
             asyncio.create_task(self._resync_for_ever(), name="resync"),
             *(asyncio.create_task(_awaited(service), name="service") for service in self._services),
         ]
@@ -120,7 +130,7 @@ class Operator:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._http.aclose()
+        await self._http.close()
         await self._api.close()
 
     def begin_term(self) -> Term:
@@ -132,6 +142,7 @@ class Operator:
             clock=now,
             metrics=self._metrics,
             require=self._leadership.require,
+            progress_seconds=self._progress_seconds,
         )
         return self.term
 
@@ -141,9 +152,9 @@ class Operator:
         finally:
             self.term = None
 
-    async def _before_engine_call(self, request: httpx.Request) -> None:
+    def _before_engine_call(self, method: str) -> None:
         """Work on engines goes on for minutes: what changes one is sent by the leader only, each time."""
-        if request.method != "GET":
+        if method != "GET":
             self._leadership.require()
 
     def healthy(self) -> dict[str, float]:
@@ -178,7 +189,12 @@ class Operator:
                 self._enqueue(fleet)
             return
         key = self.store.remove(kind, body) if kind_of_event == "DELETED" else self.store.upsert(kind, body)
-        if key is not None:
+        if key is None:
+            return
+        if kind == "Pod" and kind_of_event != "DELETED" and not ends(body):
+            if self.term is not None:
+                self.term.soon(key)
+        else:
             self._enqueue(key)
             if kind == "Pod" and component_of(body) == COMPONENT_ROUTER and self.term is not None:
                 self.term.prober.look_soon(body["metadata"]["uid"])  # its process may be new, and its table empty
@@ -188,21 +204,31 @@ class Operator:
         if self.term is not None:
             self.term.queue.add(key)
 
+    def _took(self, kind: str, listed: kube.Listed) -> None:
+        """A full list of a kind."""
+        self._metrics.heard(kind)
+        if kind == "Node":
+            changed = self.store.replace_nodes(listed.items, listed.resource_version)
+        else:
+            changed = self.store.replace(kind, listed.items, listed.resource_version)
+        for key in changed:
+            self._enqueue(key)
+
+    def _pods_listed(self, listed: kube.Listed) -> None:
+        self._trainers.listed(pod for pod in listed.items if component_of(pod) == COMPONENT_TRAINER)
+        self._took(PODS.resource.kind, listed)
+
     async def _resync(self) -> None:
         """Lists replace what is held: the only way to learn of a deletion that no watch told."""
         for watched in WATCHED:
             kind = watched.resource.kind
             namespace = self._namespace if watched.resource.namespaced else None
-            listed = await self._api.list(watched.resource, namespace=namespace, label_selector=watched.selector)
-            self._metrics.heard(watched.resource.kind)
+            listed = await self._api.list(
+                watched.resource, namespace=namespace, label_selector=watched.selector, keep=partial(trimmed, kind)
+            )
             if any(self.store.is_news(kind, item) for item in listed.items):
                 self._watches[kind].was_late(time.monotonic())
-            if watched.resource is kube.NODE:
-                changed = self.store.replace_nodes(listed.items, listed.resource_version)
-            else:
-                changed = self.store.replace(kind, listed.items, listed.resource_version)
-            for key in changed:
-                self._enqueue(key)
+            self._took(kind, listed)
         self._listed_at = time.monotonic()
         await self._look_for_gangs()
 
@@ -233,8 +259,14 @@ class Operator:
                 await self._resync()
             except kube.ApiError as error:
                 logger.warning("full list failed: %s", error)
-            for key in self.store.fleet_keys():
-                self._enqueue(key)
+            if self.term is not None:
+                for key in self.store.fleet_keys():  # spread: none must wait behind all of them
+                    self.term.queue.add_after(key, self._resync_seconds * random.random())  # noqa: S311
+
+
+def ends(pod: Mapping[str, Any]) -> bool:
+    """It goes, or has ended: its replacement waits for nothing."""
+    return "deletionTimestamp" in pod["metadata"] or (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
 
 
 async def _awaited(work: Callable[[], Awaitable[None]]) -> None:
@@ -264,6 +296,8 @@ def registry_for(operator: Operator) -> kopf.OperatorRegistry:
         return operator.healthy()
 
     for watched in WATCHED:
+        if watched is PODS:
+            continue
         _watch(registry, operator, watched.resource)
     return registry
 

@@ -1,7 +1,8 @@
 """Looks at engines and router tables at short intervals and tells the store; enqueues a fleet when a look differs.
 
-Only flags are read (/ping, /ready, /model_info): nothing here generates a token or asks the scheduler, so a paused,
-busy or offloaded engine answers as fast as an idle one.
+Only flags are read (/ready, /ping, /model_info): nothing here generates a token or asks the scheduler, so a paused,
+busy or offloaded engine answers as fast as an idle one. Between two looks the kubelet's readiness probe watches for us:
+when its word changes, we look at once.
 """
 
 from __future__ import annotations
@@ -9,24 +10,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from rolloutfleet.api.common import EngineFacts
-from rolloutfleet.control.store import FleetKey, FleetStore, Target
+from rolloutfleet.control.store import FleetStore
+from rolloutfleet.control.targets import FleetKey, Target
 from rolloutfleet.engine import router
 from rolloutfleet.engine.errors import EngineError
 from rolloutfleet.engine.sglang import EncoderClient, EncoderTable, EngineClient, ModelInfo
-from rolloutfleet.plan.observed import EngineProbe, Worker, WorkerKind, encoder_table_url, is_external
+from rolloutfleet.plan.observed import EngineProbe, Worker, WorkerKind, encoder_table_url
 
 logger = logging.getLogger(__name__)
 
-TICK_SECONDS = 0.25
-REST_SECONDS = 0.05
-"""Between two looks around, however often somebody asks for one: it takes milliseconds with a thousand engines."""
 STARTING_SECONDS = 1.0
 SETTLED_SECONDS = 3.0
+LOAD_SECONDS = 15.0
+"""How old the figures of requests may be: they decide only which engine is scaled away first."""
+LOOKS_PER_SECOND = 100
+"""Where there are more targets than can be looked at in these intervals, the intervals grow: a process that is busy
+with looking is late for what has happened."""
 CONCURRENCY = 64
 FOLLOWED_AT_ONCE = 8
 """Registrations whose fate is asked for in one look at a router; they are followed one after the other."""
@@ -46,6 +51,7 @@ class Prober:
         encoder: Callable[[str], EncoderClient],
         encoder_table: Callable[[str], EncoderTable],
         monotonic: Callable[[], float],
+        jitter: Callable[[], float] = random.random,
     ) -> None:
         self._store = store
         self._enqueue = enqueue
@@ -54,68 +60,82 @@ class Prober:
         self._encoder = encoder
         self._encoder_table = encoder_table
         self._monotonic = monotonic
-        self._due: dict[str, float] = {}
+        self._jitter = jitter
+        self._timers: dict[str, asyncio.TimerHandle] = {}
         self._running: set[str] = set()
+        self._again: set[str] = set()
+        """Targets to look at once more as soon as the look in progress has ended."""
+        self._load_read: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(CONCURRENCY)
-        self._wake = asyncio.Event()
         self._expected: dict[FleetKey, set[str]] = {}
         """Whom of a fleet to have looked at before anything is decided about it."""
 
     def expect_all(self) -> None:
         """Until each of those that are there now was looked at, its fleet is not known: as long as the time-outs of a
         look allow."""
-        for target in self._store.targets():
+        for target in self._store.targets:
             for key in target.fleets if not target.deleting else ():
                 self._expected.setdefault(key, set()).add(target.uid)
 
     def knows(self, key: FleetKey) -> bool:
         return key not in self._expected
 
-    def _strike_off(self, key: FleetKey, uids: set[str]) -> None:
-        """The last one that was expected makes the fleet known."""
-        if key in self._expected:
-            self._expected[key] -= uids
+    def _strike_off(self, uid: str) -> None:
+        """It was looked at, or is gone; the last one that was expected makes its fleet known."""
+        for key in [key for key, uids in self._expected.items() if uid in uids]:
+            self._expected[key].discard(uid)
             if not self._expected[key]:
                 del self._expected[key]
                 self._enqueue(key)
 
-    def look_soon(self, pod_uid: str) -> None:
-        """Look at this pod at once: something was just asked of it."""
-        self._due[pod_uid] = 0.0
-        self._wake.set()
+    def look_soon(self, uid: str) -> None:
+        """Look at this target now: something was just asked of it, or it is new."""
+        if uid in self._running:
+            self._again.add(uid)
+        else:
+            self._schedule(uid, 0.0)
 
     async def run(self) -> None:
         """For ever; cancelled when the term ends."""
+        self._store.targets.changed = self._changed
+        for uid in {target.uid for target in self._store.targets}.union(*self._expected.values()):
+            self._schedule(uid, 0.0)
         try:
-            await self._look_for_ever()
+            await asyncio.Event().wait()
         finally:
+            for timer in self._timers.values():
+                timer.cancel()
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _look_for_ever(self) -> None:
-        while True:
-            now = self._monotonic()
-            targets = self._store.targets()
-            for target in targets:
-                if target.uid in self._running or self._due.get(target.uid, 0.0) > now:
-                    continue
-                self._running.add(target.uid)
-                task = asyncio.create_task(self._guarded(target), name=f"probe {target.uid}")
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-            current = {target.uid for target in targets}
-            for key, uids in list(self._expected.items()):
-                self._strike_off(key, uids - current)
-            for uid in set(self._due) - current:
-                del self._due[uid]
-            for uid in [uid for uid in self._store.probes if is_external(uid) and uid not in current]:
-                del self._store.probes[uid]
-            await asyncio.sleep(REST_SECONDS)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), TICK_SECONDS - REST_SECONDS)
-            self._wake.clear()
+    def _changed(self, uid: str) -> None:
+        if uid in self._store.targets:
+            self.look_soon(uid)
+            return
+        timer = self._timers.pop(uid, None)
+        if timer is not None:
+            timer.cancel()
+        self._load_read.pop(uid, None)
+        self._strike_off(uid)
+
+    def _schedule(self, uid: str, seconds: float) -> None:
+        known = self._timers.pop(uid, None)
+        if known is not None:
+            known.cancel()
+        self._timers[uid] = asyncio.get_running_loop().call_later(seconds, self._start, uid)
+
+    def _start(self, uid: str) -> None:
+        self._timers.pop(uid, None)
+        target = self._store.targets.get(uid)
+        if target is None:  # it went before this term looked for the first time
+            self._changed(uid)
+            return
+        self._running.add(uid)
+        task = asyncio.create_task(self._guarded(target), name=f"probe {uid}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _guarded(self, target: Target) -> None:
         look = self._look_at_engine
@@ -123,30 +143,33 @@ class Prober:
             look = self._look_at_router
         elif target.encoder:
             look = self._look_at_encoder
-        self._due.pop(target.uid, None)
         try:
             async with self._slots:
-                settled = await look(target)
+                pause = await look(target)
         except Exception:
             logger.exception("probe of %s failed", target.url)
-            settled = True
+            pause = SETTLED_SECONDS
         finally:
             self._running.discard(target.uid)
-        for key in target.fleets:
-            self._strike_off(key, {target.uid})
-        interval = SETTLED_SECONDS if settled else STARTING_SECONDS
-        # look_soon may have been called while we looked: keep the earlier moment.
-        self._due.setdefault(target.uid, self._monotonic() + interval)
+        self._strike_off(target.uid)
+        if target.uid not in self._store.targets:
+            self._again.discard(target.uid)
+            return
+        if target.uid in self._again:
+            self._again.discard(target.uid)
+            pause = 0.0
+        elif pause >= STARTING_SECONDS:
+            # Engines that were made together must not be looked at together for ever.
+            pause = max(pause, len(self._store.targets) / LOOKS_PER_SECOND) * (0.75 + self._jitter() / 2)
+        self._schedule(target.uid, pause)
 
-    async def _look_at_engine(self, target: Target) -> bool:
+    async def _look_at_engine(self, target: Target) -> float:
+        """Seconds until the next look."""
         uid = target.uid
         before = self._store.probes.get(uid)
         engine = self._engine(target.url)
-        info: ModelInfo | None = None
-        paused = False
-        if await _flag(engine.ping()):
-            paused = not await _flag(engine.ready())
-            info = await _model_info(engine)
+        answering, paused = await _flags(engine)
+        info = await _model_info(engine) if answering else None
         if info is None:
             after = _missed(before, target)
         else:
@@ -156,7 +179,7 @@ class Prober:
                     known, checksum="", read_under="", loaded_under=""
                 )  # somebody loaded weights: old proof is void
             facts = known.facts or await _facts(engine)
-            load = await _load(engine)
+            load = await self._load(uid, engine, known.load)
             encoders = await self._encoders(target)
             latest = self._store.probes.get(uid)
             if latest is not before and latest is not None:
@@ -175,16 +198,27 @@ class Prober:
                 encoders=encoders,
             )
         self._remember(target, before, after)
-        return after.answering
+        return SETTLED_SECONDS if after.answering else STARTING_SECONDS
 
-    async def _look_at_encoder(self, target: Target) -> bool:
+    async def _look_at_encoder(self, target: Target) -> float:
         before = self._store.probes.get(target.uid)
         if await _flag(self._encoder(target.url).healthy()):
             after = EngineProbe(answering=True, facts=ENCODER_FACTS)
         else:
             after = _missed(before, target)
         self._remember(target, before, after)
-        return after.answering
+        return SETTLED_SECONDS if after.answering else STARTING_SECONDS
+
+    async def _load(self, uid: str, engine: EngineClient, known: int) -> int:
+        now = self._monotonic()
+        if now - self._load_read.setdefault(uid, now) < LOAD_SECONDS:  # one that just came up has none
+            return known
+        self._load_read[uid] = now
+        try:
+            load = await engine.load()
+        except EngineError:
+            return 0
+        return load.running + load.waiting
 
     async def _encoders(self, target: Target) -> frozenset[str] | None:
         if not target.language_only:
@@ -195,6 +229,8 @@ class Prober:
             return None
 
     def _remember(self, target: Target, before: EngineProbe | None, after: EngineProbe) -> None:
+        if target.uid not in self._store.targets:
+            return  # it went while we looked
         latest = self._store.probes.get(target.uid)
         if latest is not None and latest is not before and latest.closed:
             after = replace(after, closed=True)  # its end was heard while we looked
@@ -203,7 +239,7 @@ class Prober:
             for key in target.fleets:
                 self._enqueue(key)
 
-    async def _look_at_router(self, target: Target) -> bool:
+    async def _look_at_router(self, target: Target) -> float:
         uid = target.uid
         before = self._store.tables.get(uid)
         client = self._router(target.url)
@@ -211,13 +247,17 @@ class Prober:
             after = {worker.url: _listed(worker) for worker in await client.list_workers()}
         except EngineError:
             after = None
+        if uid not in self._store.targets:
+            return STARTING_SECONDS  # it went while we looked
         # First: what is neither listed nor being registered would be registered again.
         self._store.tables[uid] = after
         given_up = after is not None and await self._follow_registrations(uid, client, frozenset(after))
         if after != before or given_up:
             for key in target.fleets:
                 self._enqueue(key)
-        return uid not in self._store.registering and after is not None and all(w.healthy for w in after.values())
+        if uid in self._store.registering or after is None or not all(worker.healthy for worker in after.values()):
+            return STARTING_SECONDS
+        return SETTLED_SECONDS
 
     async def _follow_registrations(self, uid: str, client: router.RouterClient, listed: frozenset[str]) -> bool:
         """Forget those that are listed; whether one has come to nothing, so that it must be asked for again."""
@@ -274,12 +314,15 @@ async def _facts(engine: EngineClient) -> EngineFacts | None:
         return None
 
 
-async def _load(engine: EngineClient) -> int:
+async def _flags(engine: EngineClient) -> tuple[bool, bool]:
+    """(it answers, generation is paused). Whoever is ready answers pings as well."""
     try:
-        load = await engine.load()
+        if await engine.ready():
+            return True, False
     except EngineError:
-        return 0
-    return load.running + load.waiting
+        return False, False
+    pinged = await _flag(engine.ping())
+    return pinged, pinged
 
 
 async def _flag(call: Any) -> bool:

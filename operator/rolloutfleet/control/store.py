@@ -10,24 +10,19 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 
 from rolloutfleet.api.names import (
     COMPONENT_ENGINE,
     COMPONENT_ROUTER,
-    ENGINE_PORT,
-    LABEL_COMPONENT,
-    LABEL_LANGUAGE_ONLY,
-    LABEL_RANK,
-    LABEL_ROLE,
     LABEL_SERVER,
-    ROUTER_PORT,
 )
 from rolloutfleet.api.rollout_server import RolloutServer
 from rolloutfleet.api.server_group import ServerGroup
 from rolloutfleet.control.nodes import Nodes
+from rolloutfleet.control.targets import FleetKey, Targets, component_of, nobody
 from rolloutfleet.plan.failures import Trouble
 from rolloutfleet.plan.objects import CHILD_KINDS
 from rolloutfleet.plan.observed import (
@@ -35,12 +30,9 @@ from rolloutfleet.plan.observed import (
     Fleet,
     LeaseView,
     Worker,
-    canonical_url,
     engine_pod,
-    external_uid,
     node_of,
     pod_group,
-    pod_url,
     router_pod,
 )
 from rolloutfleet.plan.training import training_of
@@ -49,26 +41,6 @@ logger = logging.getLogger(__name__)
 
 GONE_KEPT = timedelta(minutes=10)
 """Far longer than any list, event or answer is under way."""
-
-
-class FleetKey(NamedTuple):
-    namespace: str
-    name: str
-
-
-@dataclass(frozen=True)
-class Target:
-    """Somebody to look at, and whose fleets care."""
-
-    uid: str
-    url: str
-    fleets: tuple[FleetKey, ...]
-    router: bool = False
-    external: bool = False
-    encoder: bool = False
-    language_only: bool = False
-    """It keeps a table of encoders."""
-    deleting: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,6 +75,7 @@ class FleetStore:
         """Objects that are no more, by UID: lists, events and answers that were under way may still tell of them."""
         self.gang_apis: frozenset[str] = frozenset()
         """apiVersions of the PodGroups that the cluster knows."""
+        self.targets = Targets()
         self.forget_what_was_done()
 
     def forget_what_was_done(self) -> None:
@@ -116,6 +89,7 @@ class FleetStore:
         self.create_failures: dict[FleetKey, dict[str, Trouble]] = {}
         self.catch_up_failures: dict[str, str] = {}
         self.applied_versions: dict[FleetKey, dict[str, str]] = {}
+        self.targets.changed = nobody
 
     def now(self) -> datetime:
         return self._clock()
@@ -140,9 +114,13 @@ class FleetStore:
         held = objects.get(name)
         if not _is_newer(body, held):
             return None  # our own write was answered before the watch told about it
-        objects[name] = _trimmed(body)
+        objects[name] = trimmed(kind, body)
         if kind == "Lease":
             return self._renewed(key, held, body)
+        if kind == "Pod":
+            self.targets.saw_pod(key, body, held)
+        elif kind == "RolloutServer":
+            self._targets_gone(self.targets.saw_server(key, body))
         return key
 
     def is_news(self, kind: str, body: Mapping[str, Any]) -> bool:
@@ -200,6 +178,7 @@ class FleetStore:
         del self._fleets[key].objects[kind][held["metadata"]["name"]]
         uid = held["metadata"].get("uid", "")
         if kind == "Pod":
+            self.targets.remove(uid)
             self.probes.pop(uid, None)
             self.tables.pop(uid, None)
             self.registering.pop(uid, None)
@@ -209,6 +188,12 @@ class FleetStore:
             self._lease_renewals.pop(key, None)
             self.create_failures.pop(key, None)
             self.applied_versions.pop(key, None)
+        if kind == "RolloutServer":
+            self._targets_gone(self.targets.saw_server(key, None))
+
+    def _targets_gone(self, uids: Iterable[str]) -> None:
+        for uid in uids:
+            self.probes.pop(uid, None)
 
     def _renewed(self, key: FleetKey, held: Mapping[str, Any] | None, body: Mapping[str, Any]) -> FleetKey | None:
         """Renewals come every few seconds and change nothing; a new holder does. Expiry runs by our own clock."""
@@ -239,29 +224,13 @@ class FleetStore:
             if component_of(pod) == component
         ]
 
-    def targets(self) -> list[Target]:
-        """Whom to ask how it is: running engines (rank 0), routers, and external engines."""
-        found = [
-            Target(
-                uid=pod["metadata"]["uid"],
-                url=pod_url(pod["status"]["podIP"], port),
-                fleets=(key,),
-                router=component == COMPONENT_ROUTER,
-                encoder=_label(pod, LABEL_ROLE) == "Encoder",
-                language_only=_label(pod, LABEL_LANGUAGE_ONLY) == "true",
-                deleting=bool(pod["metadata"].get("deletionTimestamp")),
-            )
-            for component, port in ((COMPONENT_ENGINE, ENGINE_PORT), (COMPONENT_ROUTER, ROUTER_PORT))
-            for key, pod in self.pods(component)
-            if _answers(pod)
-        ]
-        external: dict[str, list[FleetKey]] = {}
-        for key in self._fleets:
-            for url in _external_urls(self.server(key)):
-                external.setdefault(url, []).append(key)
-        return found + [
-            Target(uid=external_uid(url), url=url, fleets=tuple(keys), external=True) for url, keys in external.items()
-        ]
+    def statuses(self, key: FleetKey) -> dict[tuple[str, str], Mapping[str, Any]]:
+        """What the statuses of a fleet say, by kind and name."""
+        return {
+            (kind, name): body.get("status") or {}
+            for kind in ("RolloutServer", "ServerGroup")
+            for name, body in self._objects(key, kind).items()
+        }
 
     def groups(self) -> Iterator[tuple[FleetKey, Mapping[str, Any]]]:
         """Every ServerGroup, as it is in the API."""
@@ -343,26 +312,6 @@ def _group(body: Mapping[str, Any]) -> ServerGroup:
         return ServerGroup.model_validate({**body, "status": {}})
 
 
-def _answers(pod: Mapping[str, Any]) -> bool:
-    """Of an engine rank 0 alone, of a fleet all routers; placeholders answer nobody."""
-    status = pod.get("status") or {}
-    running = bool(status.get("podIP")) and status.get("phase") == "Running"
-    return running and _label(pod, LABEL_RANK) in ("", "0") and _label(pod, LABEL_ROLE) != "Placeholder"
-
-
-def _external_urls(server: Mapping[str, Any] | None) -> list[str]:
-    engines = ((server or {}).get("spec", {}).get("external") or {}).get("engines") or []
-    return list(dict.fromkeys(canonical_url(engine["url"]) for engine in engines))
-
-
-def component_of(pod: Mapping[str, Any]) -> str:
-    return _label(pod, LABEL_COMPONENT)
-
-
-def _label(pod: Mapping[str, Any], name: str) -> str:
-    return str((pod["metadata"].get("labels") or {}).get(name, ""))
-
-
 def owned_by(child: Mapping[str, Any], uid: str) -> bool:
     return any(owner.get("uid") == uid for owner in child["metadata"].get("ownerReferences") or [])
 
@@ -376,8 +325,14 @@ def _version(body: Mapping[str, Any]) -> int:
     return int(body["metadata"].get("resourceVersion") or 0)
 
 
-def _trimmed(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Without managedFields, which are often half of an object and decide nothing here."""
+def trimmed(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Without managedFields, which are often half of an object, and without what a pod was made from: neither decides
+    anything here, and there are thousands of pods."""
     kept = dict(body)
     kept["metadata"] = {name: value for name, value in body["metadata"].items() if name != "managedFields"}
+    if kind == "Pod":
+        kept["spec"] = {"nodeName": (body.get("spec") or {}).get("nodeName")}
     return kept
+
+
+__all__ = ["FleetKey", "FleetStore", "Registration", "component_of", "owned_by", "trimmed"]

@@ -13,8 +13,6 @@ import time
 from collections.abc import Awaitable, Callable
 from datetime import datetime
 
-import httpx
-
 from rolloutfleet.control.engine_work import EngineWork
 from rolloutfleet.control.executor import Executor
 from rolloutfleet.control.health import HealthChecker
@@ -25,6 +23,7 @@ from rolloutfleet.control.reconcile import Reconciler
 from rolloutfleet.control.store import FleetKey, FleetStore
 from rolloutfleet.control.tables import Tables
 from rolloutfleet.control.tripwire import Tripwire
+from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.engine.sglang import EncoderClient, EncoderTable, EngineClient
 from rolloutfleet.kube import client as kube
@@ -34,6 +33,7 @@ from rolloutfleet.plan.objects import Defaults
 logger = logging.getLogger(__name__)
 
 WORKERS = 8
+BURST_SECONDS = 0.01
 LIST_AGAIN_SECONDS = 0.5
 
 
@@ -42,12 +42,13 @@ class Term:
         self,
         *,
         api: kube.KubeApi,
-        http: httpx.AsyncClient,
+        http: Http,
         store: FleetStore,
         defaults: Defaults,
         clock: Callable[[], datetime],
         metrics: Metrics,
         require: Callable[[], None],
+        progress_seconds: float,
     ) -> None:
         """`require` raises Stop when it is not certain that this replica leads."""
         self._store = store
@@ -66,7 +67,7 @@ class Term:
         store.forget_what_was_done()
         self.prober = Prober(
             store=store,
-            enqueue=self.queue.add,
+            enqueue=self.soon,
             engine=engine,
             router=router,
             encoder=lambda url: EncoderClient(url, http=http),
@@ -82,7 +83,7 @@ class Term:
             chance=random.random,
         )
         self._tripwire = Tripwire(store=store, enqueue=self.queue.add, look_soon=self.prober.look_soon)
-        self._engines = EngineWork(api=api, store=store, prober=self.prober, engine=engine, enqueue=self.queue.add)
+        self._engines = EngineWork(api=api, store=store, prober=self.prober, engine=engine, enqueue=self.soon)
         self._tables = Tables(
             api=api,
             store=store,
@@ -112,7 +113,12 @@ class Term:
             defaults=defaults,
             clock=clock,
             looked_at=self.prober.knows,
+            progress_seconds=progress_seconds,
         )
+
+    def soon(self, key: FleetKey) -> None:
+        """For what comes in bursts: the pods of a fleet start together, and their engines answer together."""
+        self.queue.add_after(key, BURST_SECONDS)
 
     async def run(self, *, resync: Callable[[], Awaitable[None]], beside: Callable[[], Awaitable[None]]) -> None:
         """For ever; cancelled when the term ends. `beside`: what else only a leader does."""

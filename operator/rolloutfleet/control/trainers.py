@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -40,6 +40,14 @@ class TrainerPods:
             self._missing = {entry for entry in self._missing if entry[0] != uid}
         else:
             self._pods[uid] = {"metadata": dict(body["metadata"])}
+
+    def listed(self, bodies: Iterable[Mapping[str, Any]]) -> None:
+        """A full list: who is not in it is gone."""
+        found = {body["metadata"]["uid"]: body for body in bodies}
+        for uid in self._pods.keys() - found.keys():
+            self.saw({"metadata": {"uid": uid}}, deleted=True)
+        for body in found.values():
+            self.saw(body, deleted=False)
 
     async def run(self) -> None:
         """For ever; cancelled when the term ends."""

@@ -102,10 +102,12 @@ class EngineView:
 NO_PROBE = EngineProbe(answering=False)
 
 
-def pods_of_life(record: EngineStatus, pods: Iterable[EnginePod]) -> tuple[EnginePod, ...]:
-    """The pods of the life that the record names, by rank."""
-    life = [pod for pod in pods if pod.index == record.index and pod.epoch == record.epoch]
-    return tuple(sorted(life, key=lambda pod: pod.rank))
+def pods_by_life(pods: Iterable[EnginePod]) -> dict[tuple[int, int], tuple[EnginePod, ...]]:
+    """The pods of each life, by (index, epoch) and in there by rank."""
+    lives: dict[tuple[int, int], list[EnginePod]] = {}
+    for pod in pods:
+        lives.setdefault((pod.index, pod.epoch), []).append(pod)
+    return {life: tuple(sorted(made, key=lambda pod: pod.rank)) for life, made in lives.items()}
 
 
 def complete(pods: tuple[EnginePod, ...]) -> bool:

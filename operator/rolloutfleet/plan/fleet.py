@@ -42,6 +42,8 @@ from rolloutfleet.plan.recovery import NODE_SILENCE, force_moments, mass_failure
 from rolloutfleet.plan.status import group_events, group_status, routable, server_events, server_status
 from rolloutfleet.plan.training import Training, training_of
 
+PASSING_REASONS = frozenset({"WeightsUnproved", "NotRegistered"})
+"""Steps of an engine that joins; they take a moment."""
 DRAIN_LOOKS = timedelta(seconds=1)
 """How often an engine that finishes its requests is looked at."""
 
@@ -78,7 +80,7 @@ def plan_fleet(fleet: Fleet, *, defaults: Defaults, applied_versions: Mapping[st
     actions += _orphans(fleet, plans)
 
     actions += [action for action in tables if not isinstance(action, Deregister)]
-    actions += _router_gates(fleet, membership)
+    actions += _router_gates(fleet, membership, engines)
     for view in engines:
         actions += _engine_gates(view, training)
         actions += _engine_work(view, fleet, training, now)
@@ -121,13 +123,14 @@ def _orphans(fleet: Fleet, plans: Sequence[GroupPlan]) -> list[Action]:
     ]
 
 
-def _router_gates(fleet: Fleet, membership: Membership) -> list[Action]:
+def _router_gates(fleet: Fleet, membership: Membership, engines: Sequence[EngineView]) -> list[Action]:
     actions: list[Action] = []
     for router in fleet.router_pods:
         if not router.running:
             continue
-        complete = serves(router, membership) if router.gate else table_complete(router, membership)
-        if router.gate is complete or (router.gate and router.workers is None):
+        empty = bool(engines) and not membership.wanted  # nothing to send requests to: it would be taken out again
+        complete = serves(router, membership) if router.gate else table_complete(router, membership) and not empty
+        if bool(router.gate) is complete or (router.gate and router.workers is None):
             continue  # one missed poll is no reason to take a replica out of its Service
         actions.append(
             SetGate(
@@ -156,8 +159,8 @@ def _engine_gates(view: EngineView, training: Training) -> list[Action]:
         if pod.alive
         and not pod.external
         and pod.gate is not wanted
-        # A gate that was never set counts as False.
-        and (wanted or pod.gate is not None or view.answering)
+        # A gate that was never set counts as False: it is set so only to say why, when that is news.
+        and (wanted or pod.gate is not None or (view.answering and view.record.reason not in PASSING_REASONS))
     ]
 
 

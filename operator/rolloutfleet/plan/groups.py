@@ -25,7 +25,7 @@ from rolloutfleet.plan.engines import (
     Weights,
     complete,
     phase_of,
-    pods_of_life,
+    pods_by_life,
     weights_of,
 )
 from rolloutfleet.plan.epochs import Epochs
@@ -96,11 +96,15 @@ def look_at(group: ServerGroup, fleet: Fleet, training: Training, now: datetime)
     measured = _measured(group, pods, fleet, revision, training)
     expecting = group.model_copy(update={"status": group.status.model_copy(update={"measured": measured})})
     records.sort(key=lambda record: record.index)
+    lives = pods_by_life(pods)
     return GroupView(
         group=group,
         revision=revision,
         pods=pods,
-        engines=tuple(_look(record, pods, fleet, expecting, revision, training) for record in records),
+        engines=tuple(
+            _look(record, lives.get((record.index, record.epoch), ()), fleet, expecting, revision, training)
+            for record in records
+        ),
         epochs=epochs,
         measured=measured,
         requests=requests_of(group),
@@ -188,13 +192,12 @@ def _measured(
 
 def _look(
     record: EngineStatus,
-    pods: tuple[EnginePod, ...],
+    life: tuple[EnginePod, ...],
     fleet: Fleet,
     group: ServerGroup,
     revision: str,
     training: Training,
 ) -> EngineView:
-    life = pods_of_life(record, pods)
     pod = life[0] if life and life[0].rank == 0 else None
     probe = fleet.probes.get(pod.uid, NO_PROBE) if pod else NO_PROBE
     external = group.spec.external is not None

@@ -343,6 +343,11 @@ def parse_time(text: str) -> datetime | None:
     return datetime.fromisoformat(text.replace("Z", "+00:00")) if text else None
 
 
+def containers_ready(status: Mapping[str, Any]) -> bool | None:
+    """What the kubelet's own readiness probes say, whatever our gate says."""
+    return _condition(status, "ContainersReady")
+
+
 def _condition(status: Mapping[str, Any], kind: str) -> bool | None:
     for condition in status.get("conditions") or []:
         if condition.get("type") == kind:

@@ -27,6 +27,8 @@ from rolloutfleet.plan.recovery import ENDED
 from rolloutfleet.plan.training import Training
 
 SERVING = "Serving"
+NAMED = 8
+"""Engines that one event names."""
 WAITING_REASONS = frozenset(
     {
         "PodNotCreated",
@@ -164,7 +166,8 @@ def _ready(
             return _condition("Ready", "False", "RouterNotReady", "no router replica has a complete worker table yet")
     if desired == 0:
         return _condition("Ready", "False", "ScaledToZero", "every group has 0 replicas")
-    missing = next(((name, view) for name, view in engines if view is worst([v for _, v in engines])), None)
+    sickest = worst(view for _, view in engines)
+    missing = next(((name, view) for name, view in engines if view is sickest), None)
     if serving >= desired:
         return _condition("Ready", "True", SERVING, f"{serving}/{desired} engines routable")
     if silent:
@@ -291,6 +294,7 @@ def group_events(group: ServerGroup, status: ServerGroupStatus) -> list[Action]:
     """Events on transitions: what status says now and did not say before."""
     before = {record.index: record for record in group.status.engines}
     events: list[Action] = []
+    serving: list[str] = []
 
     def emit(warning: bool, reason: str, message: str) -> None:
         events.append(
@@ -310,7 +314,12 @@ def group_events(group: ServerGroup, status: ServerGroupStatus) -> list[Action]:
         if record.phase is EnginePhase.SERVING and (
             old is None or old.phase not in (EnginePhase.SERVING, EnginePhase.HELD)
         ):
-            emit(False, "EngineServing", f"engine {name} serves weight version {record.weight_version}")
+            serving.append(name)
+    if len(serving) > NAMED:
+        serving[NAMED:] = [f"{len(serving) - NAMED} more"]
+    if serving:
+        who = f"engine {serving[0]} serves" if len(serving) == 1 else f"engines {', '.join(serving)} serve"
+        emit(False, "EngineServing", f"{who} weight version {status.weight_version}")
     return events
 
 

@@ -10,7 +10,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
 
-import httpx
 import pytest
 
 from rolloutfleet.agent.errors import AgentError
@@ -21,6 +20,7 @@ from rolloutfleet.agent.updates import Updater
 from rolloutfleet.api.agent import UpdateWeights
 from rolloutfleet.api.rollout_server import TrainingStatus
 from rolloutfleet.api.weight_labels import fleet_id, weight_label
+from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.sglang import EngineClient
 from rolloutfleet.kube.client import EVENT, KubeApi, Resource
 from rolloutfleet.kube.errors import Conflict, NotFound
@@ -178,7 +178,7 @@ class Engine:
 
 
 class World:
-    def __init__(self, volume: Path, engines: int, http: httpx.AsyncClient) -> None:
+    def __init__(self, volume: Path, engines: int, http: Http) -> None:
         self.volume = volume
         self.http = http
         self.cluster = Cluster()
@@ -245,7 +245,7 @@ async def fleet_on_loopback(tmp_path: Path, engines: int = 3) -> AsyncIterator[W
     write_checkpoint(tmp_path / "m0", [2, 3])
     write_checkpoint(volume / "w1", [2, 3])
     async with AsyncExitStack() as stack:
-        http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
+        http = await stack.enter_async_context(Http(max_connections=100))
         world = World(volume, engines, http)
         for engine in world.engines:
             await stack.enter_async_context(engine.stand_in)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from chaos.trainer import safetensors
@@ -17,6 +16,7 @@ from e2e import stand_in_engine
 from e2e.stand_in_engine import Engine, LanguageServer, Server, expected_tokens
 from rolloutfleet.agent.sampling import sample_of
 from rolloutfleet.engine.errors import EngineRefused
+from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.sglang import EngineClient
 
 FLEET = "abcdef01"
@@ -47,7 +47,7 @@ def made_by(version: int, count: int) -> list[int]:
 
 def with_client(url: str, test: Any) -> None:
     async def run() -> None:
-        async with httpx.AsyncClient(trust_env=False) as http:
+        async with Http(max_connections=4) as http:
             await test(EngineClient(url, http=http))
 
     asyncio.run(run())

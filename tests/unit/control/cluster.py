@@ -4,7 +4,7 @@ anything. Nothing happens by itself: no controller runs, no pod starts."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from copy import deepcopy
 from typing import Any
 
@@ -76,6 +76,11 @@ class Client(kube.KubeApi):
         await self._call("list", resource.kind, "")
         found = [deepcopy(body) for (kind, _), body in self.cluster.objects.items() if kind == resource.kind]
         return kube.Listed(found, str(self.cluster._version))
+
+    async def watch(self, resource: kube.Resource, **_: Any) -> AsyncIterator[kube.WatchEvent]:
+        """Tells nothing: `watchers` are told."""
+        await asyncio.Event().wait()
+        yield kube.WatchEvent("", {})
 
     async def get(self, resource: kube.Resource, name: str, *, namespace: str | None = None) -> kube.Object:
         await self._call("get", resource.kind, name)

@@ -7,11 +7,10 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Any, cast
 
-import httpx
-
 from rolloutfleet.control.engine_work import EngineWork, Work
 from rolloutfleet.control.probes import Prober
 from rolloutfleet.control.store import FleetKey, FleetStore
+from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.sglang import EngineClient
 from rolloutfleet.kube import client as kube
 from rolloutfleet.plan.actions import Adopt, CatchUp
@@ -49,7 +48,7 @@ def scene(story: Callable[[Engine, FleetStore, Perform], Awaitable[None]]) -> No
         store.upsert("RolloutServer", rollout_server())
         engine = Engine("qwen-main-0-e1-r0")
         told = asyncio.Event()
-        async with httpx.AsyncClient(trust_env=False) as http, engine.stand_in, asyncio.timeout(10):
+        async with Http(max_connections=4) as http, engine.stand_in, asyncio.timeout(10):
             work = EngineWork(
                 api=Unchanged(),
                 store=store,

@@ -136,6 +136,7 @@ def test_a_registration_that_was_planned_before_an_update_is_not_sent_after_it()
                 await scene.perform(action)
                 assert router.asked == []
                 assert scene.term.queue.depth() == 1, "planned again"
+                assert not scene.operator.store.registering
             await scene.operator.stop()
 
     asyncio.run(scenario())
@@ -146,8 +147,7 @@ def test_a_standby_may_look_at_engines() -> None:
         scene = Scene()
         scene.leadership.leads = False
         async with StandIn.always(200, {}) as engine:
-            response = await scene.operator._http.get(f"{engine.url}/ping")
-            assert response.status_code == 200
+            assert await EngineClient(engine.url, http=scene.operator._http).ping()
         await scene.operator.stop()
 
     asyncio.run(scenario())
@@ -165,7 +165,7 @@ class Engines:
     def __call__(self, url: str) -> Engines:
         return self
 
-    async def ping(self) -> bool:
+    async def ready(self) -> bool:
         await self.answers.wait()
         raise EngineUnreachable("refused")
 

@@ -16,6 +16,7 @@ from rolloutfleet.control.operator import WATCHED, Operator
 from rolloutfleet.control.states import Sources, States
 from rolloutfleet.control.store import FleetKey, FleetStore
 from rolloutfleet.engine.errors import EngineError
+from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.engine.sglang import EngineClient
 from rolloutfleet.kube.client import KubeApi
@@ -355,7 +356,7 @@ def test_questions_are_timed_by_what_was_asked_and_a_paused_engine_has_answered(
     metrics = Metrics()
 
     async def scenario() -> None:
-        async with httpx.AsyncClient(trust_env=False, transport=metrics.observed(httpx.AsyncHTTPTransport())) as http:
+        async with Http(max_connections=4, observe=metrics.asked) as http:
             async with StandIn(paused_and_failing) as stand_in:
                 engine = EngineClient(stand_in.url, http=http)
                 assert await engine.ping()

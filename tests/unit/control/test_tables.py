@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-import httpx
 import pytest
 
 from rolloutfleet.control.probes import Prober
 from rolloutfleet.control.store import FleetKey, FleetStore
 from rolloutfleet.control.tables import ADDED_AT_ONCE, REGISTRATION_PATIENCE, RETRY_PAUSE_SECONDS, TableChange, Tables
 from rolloutfleet.engine import router as router_client
+from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.engine.sglang import EncoderClient, EncoderTable, EngineClient
 from rolloutfleet.kube import client as kube
@@ -94,7 +94,7 @@ class Api(kube.KubeApi):
 class Scene:
     """A fleet with two routers, of which the operator knows the pods."""
 
-    def __init__(self, http: httpx.AsyncClient) -> None:
+    def __init__(self, http: Http) -> None:
         self.now = datetime(2026, 1, 1, tzinfo=UTC)
         self.routers = (Router(), Router())
         self.again: list[FleetKey] = []
@@ -147,7 +147,7 @@ class Scene:
 
 @contextlib.asynccontextmanager
 async def scene() -> AsyncIterator[Scene]:
-    async with httpx.AsyncClient(trust_env=False) as http:
+    async with Http(max_connections=10) as http:
         made = Scene(http)
         async with made.routers[0].stand_in, made.routers[1].stand_in:
             looking = asyncio.create_task(made.prober.run())

@@ -9,6 +9,7 @@ import pytest
 
 from rolloutfleet.control.leadership import LEASE, Leadership, operators_lease
 from rolloutfleet.control.operator import RESYNC_SECONDS, STALE_SECONDS, WATCHED, Operator
+from rolloutfleet.control.progress import PROGRESS_SECONDS
 from rolloutfleet.control.store import FleetKey
 from rolloutfleet.kube.errors import Unreachable
 from rolloutfleet.plan.failures import Trouble
@@ -133,7 +134,7 @@ def test_everything_is_listed_before_anything_is_written_and_groups_before_pods(
         standby.hears = False  # its watches lag: it has not heard of the next pod
         cluster.remove("Pod", pods(cluster)[0], told=True)
         await until(lambda: len(pods(cluster)) == 2, "the leader replaces a pod")
-        await asyncio.sleep(1)
+        await asyncio.sleep(PROGRESS_SECONDS + 1)
         standby.operator.saw("ServerGroup", "MODIFIED", cluster.objects["ServerGroup", "qwen-main"])
         begun = len(cluster.calls)
         await leader.operator.stop()

@@ -144,7 +144,7 @@ def test_an_end_that_is_heard_during_a_look_is_not_forgotten_for_what_the_look_s
         looked = asyncio.Event()
 
         class Dying:
-            async def ping(self) -> bool:
+            async def ready(self) -> bool:
                 probe = fixture.store.probes[UID]
                 if not probe.closed:
                     fixture.store.probes[UID] = replace(probe, closed=True)
@@ -152,8 +152,8 @@ def test_an_end_that_is_heard_during_a_look_is_not_forgotten_for_what_the_look_s
                 looked.set()
                 return False
 
-            async def ready(self) -> bool:
-                return last_words
+            async def ping(self) -> bool:
+                return False
 
             async def model_info(self) -> ModelInfo:
                 return ModelInfo(model_path="/models/m0", weight_version="0@abcdef01")

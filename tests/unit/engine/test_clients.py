@@ -7,11 +7,11 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import httpx
 import pytest
 
+from rolloutfleet.engine import http as http_module
 from rolloutfleet.engine.errors import EngineError, EngineRefused, EngineTimeout, EngineUnreachable
-from rolloutfleet.engine.http import generating_http
+from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.router import RouterClient, Worker
 from rolloutfleet.engine.sglang import EngineClient, Load, ModelInfo
 from unit.engine.stand_in import Answer, Asked, StandIn
@@ -19,7 +19,7 @@ from unit.engine.stand_in import Answer, Asked, StandIn
 
 def ask_engine(stand_in: StandIn, question: Callable[[EngineClient], Awaitable[Any]]) -> Any:
     async def scenario() -> Any:
-        async with stand_in, httpx.AsyncClient(trust_env=False) as http:
+        async with stand_in, Http(max_connections=10) as http:
             return await question(EngineClient(stand_in.url, http=http))
 
     return asyncio.run(scenario())
@@ -27,7 +27,7 @@ def ask_engine(stand_in: StandIn, question: Callable[[EngineClient], Awaitable[A
 
 def ask_router(stand_in: StandIn, question: Callable[[RouterClient], Awaitable[Any]]) -> Any:
     async def scenario() -> Any:
-        async with stand_in, httpx.AsyncClient(trust_env=False) as http:
+        async with stand_in, Http(max_connections=10) as http:
             return await question(RouterClient(stand_in.url, http=http))
 
     return asyncio.run(scenario())
@@ -36,11 +36,20 @@ def ask_router(stand_in: StandIn, question: Callable[[RouterClient], Awaitable[A
 # A peer whose machine has vanished
 
 
-def test_the_kernel_asks_for_a_silent_peer_and_gives_up_within_a_minute() -> None:
+def test_the_kernel_asks_for_a_silent_peer_and_gives_up_within_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[socket.socket] = []
+    real = http_module.kept_alive
+
+    def remembered(address: tuple[Any, ...]) -> socket.socket:
+        made.append(real(address))
+        return made[-1]
+
+    monkeypatch.setattr(http_module, "kept_alive", remembered)
+
     async def scenario() -> list[int]:
-        async with StandIn.always(200, {}) as peer, generating_http(max_connections=1) as http:
-            response = await http.get(peer.url)
-            used = response.extensions["network_stream"].get_extra_info("socket")
+        async with StandIn.always(200, {}) as peer, Http(max_connections=1) as http:
+            await EngineClient(peer.url, http=http).ping()
+            (used,) = made
             assert used.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
             return [used.getsockopt(socket.IPPROTO_TCP, option) for option in options]
@@ -84,8 +93,8 @@ def test_a_refused_connection_is_unreachable() -> None:
         with socket.socket() as bound:  # bound and not listening: nobody else gets the port, and nobody answers
             bound.bind(("127.0.0.1", 0))
             url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-            async with httpx.AsyncClient(trust_env=False) as http:
-                with pytest.raises(EngineUnreachable, match=r"GET http://127\.0\.0\.1:\d+/ping: ConnectError"):
+            async with Http(max_connections=10) as http:
+                with pytest.raises(EngineUnreachable, match=r"GET http://127\.0\.0\.1:\d+/ping: ClientConnectorError"):
                     await EngineClient(url, http=http).ping()
 
     asyncio.run(scenario())
@@ -94,7 +103,7 @@ def test_a_refused_connection_is_unreachable() -> None:
 @pytest.mark.parametrize("url", ["http://[::1", "http://host:port", "unix:/engine"])
 def test_an_address_that_is_none_is_unreachable(url: str) -> None:
     async def scenario() -> None:
-        async with httpx.AsyncClient(trust_env=False) as http:
+        async with Http(max_connections=10) as http:
             with pytest.raises(EngineUnreachable, match="POST"):
                 await EngineClient(url, http=http).continue_generation()
 
@@ -109,8 +118,8 @@ def test_a_connection_that_breaks_before_the_answer_is_unreachable_and_no_time_o
     async def scenario() -> None:
         async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            async with httpx.AsyncClient(trust_env=False) as http:
-                with pytest.raises(EngineUnreachable, match="RemoteProtocolError"):
+            async with Http(max_connections=10) as http:
+                with pytest.raises(EngineUnreachable, match="ServerDisconnectedError"):
                     await EngineClient(url, http=http).pause("retract")
 
     asyncio.run(scenario())

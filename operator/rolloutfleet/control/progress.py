@@ -1,0 +1,99 @@
+"""Status changes that are only progress wait a moment: what the next second will have outdated is not worth a write.
+
+An engine on its normal way changes its phase five times in as many moments, and a fleet has many. What anything rests
+on is written at once: lives and their ends, checksums, whether the fleet serves, whether something is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rolloutfleet.plan.actions import Action, ApplyStatus, Emit, Requeue
+
+PROGRESS_SECONDS = 2.0
+
+_COMPUTED = frozenset(
+    {"replicas", "ready", "selector", "weightVersion", "observedGeneration", "groups", "router", "weights"}
+)
+"""Of a status: derived anew with each plan, and told for people alone."""
+_NOT_OURS = "training"
+_ENGINE_COMPUTED = frozenset({"phase", "reason", "message", "url", "started", "weightVersion"})
+_TELLING = ("Ready", "Degraded")
+"""Conditions that tell something even when they are seen for a second. Others tell what is under way."""
+
+
+class Progress:
+    """Since when status changes have waited, by kind and name of the object."""
+
+    def __init__(self, seconds: float = PROGRESS_SECONDS) -> None:
+        self._seconds = seconds
+        self._since: dict[tuple[str, str], float] = {}
+
+    def held_back(
+        self, actions: Sequence[Action], held: Mapping[tuple[str, str], Mapping[str, Any]], now: float
+    ) -> list[Action]:
+        """The actions without statuses that can wait, and without the events about what those would have told.
+
+        `held`: the statuses as they are, by kind and name. `now`: seconds of any clock that runs evenly.
+        """
+        waiting: set[tuple[str, str]] = set()
+        kept: list[Action] = []
+        for action in actions:
+            match action:
+                case ApplyStatus(kind=kind, name=name, status=status):
+                    place = (kind, name)
+                    rest = self._rest(place, held.get(place, {}), status, now)
+                    if rest > 0:
+                        waiting.add(place)
+                        kept.append(Requeue(seconds=rest))
+                        continue
+                case Emit(kind=kind, name=name) if (kind, name) in waiting:
+                    continue  # the next plan finds the same difference
+            kept.append(action)
+        return kept
+
+    def _rest(self, place: tuple[str, str], before: Mapping[str, Any], after: Mapping[str, Any], now: float) -> float:
+        """Seconds that this status may still wait."""
+        if only_progress(before, after):
+            since = self._since.setdefault(place, now)
+            rest = since + self._seconds - now
+            if rest > 0:
+                return rest
+        self._since.pop(place, None)
+        return 0.0
+
+
+def only_progress(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether a status differs in nothing but steps of a normal way."""
+    if _routable(after) < _routable(before):
+        return False
+    return _substance(before) == _substance(after)
+
+
+def _routable(status: Mapping[str, Any]) -> int:
+    engines = status.get("engines")
+    return int((engines if isinstance(engines, Mapping) else status).get("routable") or 0)
+
+
+def _substance(status: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in status.items() if name not in _COMPUTED and value}
+    engines = kept.pop("engines", None)
+    kept.pop("routable", None)
+    kept.pop(_NOT_OURS, None)
+    kept["conditions"] = _conditions(status.get("conditions") or ())
+    if isinstance(engines, Mapping):
+        kept |= {"failed": engines["failed"]} if engines.get("failed") else {}
+    elif engines:
+        kept["engines"] = [
+            {name: value for name, value in engine.items() if name not in _ENGINE_COMPUTED and value}
+            | {"failed": engine.get("phase") == "Failed"}
+            for engine in engines
+        ]
+    return kept
+
+
+def _conditions(conditions: Iterable[Mapping[str, Any]]) -> dict[str, bool]:
+    true = {condition["type"] for condition in conditions if condition.get("status") == "True"}
+    settled = any(c["type"] == "Progressing" and c.get("status") == "False" for c in conditions)
+    return {kind: kind in true for kind in _TELLING} | {"settled": settled}

@@ -1,0 +1,281 @@
+"""`make bench-scale`: the operator at scale. The last line of stdout is one JSON object; what happens goes to stderr.
+
+See README.md of this folder for what is measured and how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.scale.control_plane import API, NAMESPACE, OPERATOR_NAMESPACE, REPOSITORY, STATE, ControlPlane
+from bench.scale.costs import AuditLog, cpu_seconds, peak_rss_mib, quantiles
+from bench.scale.watcher import Watcher, until
+from rolloutfleet.api.names import API_VERSION
+from rolloutfleet.kube import client as kube
+
+FAKE_SECONDS = 1.0
+"""From bound to running, by kwok."""
+IN_FLIGHT = 32
+SETTLE_SECONDS = 5.0
+READY_SECONDS = 400.0
+KILL_PAUSE_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Scenario:
+    name: str
+    fleets: int
+    engines: int
+    per_second: float | None
+    """None: all at once."""
+    idle: bool = False
+
+
+SCENARIOS = (
+    Scenario("paced_100", fleets=100, engines=6, per_second=5, idle=True),
+    Scenario("burst_100", fleets=100, engines=6, per_second=None),
+    Scenario("fleets_1000", fleets=1000, engines=2, per_second=None),
+    Scenario("engines_1000", fleets=1, engines=1000, per_second=None),
+)
+
+
+def say(text: str) -> None:
+    print(f"[{time.monotonic() - STARTED:5.0f}s] {text}", file=sys.stderr, flush=True)
+
+
+STARTED = time.monotonic()
+
+
+def fleet(name: str, engines: int) -> kube.Object:
+    group = {"name": "engines", "replicas": engines, "engine": {"image": "engine"}}
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "RolloutServer",
+        "metadata": {"name": name, "namespace": NAMESPACE},
+        "spec": {"model": {"path": "/models/bench"}, "groups": [group]},
+    }
+
+
+class Bench:
+    def __init__(self, arguments: argparse.Namespace, plane: ControlPlane, api: kube.KubeApi) -> None:
+        self._arguments = arguments
+        self._plane = plane
+        self._api = api
+        self._watcher = Watcher(api)
+        self._random = random.Random(5)
+
+    async def run(self) -> dict[str, Any]:
+        self._plane.run("stand-in", sys.executable, "-B", "-m", "bench.scale.stand_in")
+        watches = self._watcher.start()
+        result: dict[str, Any] = {}
+        for scenario in SCENARIOS:
+            if self._arguments.only in (None, scenario.name):
+                result |= await self._measure(self._sized(scenario))
+        for watch in watches:
+            if watch.done():  # every number after its end would be wrong
+                raise SystemExit(f"{watch.get_name()} has ended: {watch.exception()!r}")
+            watch.cancel()
+        return result
+
+    def _sized(self, scenario: Scenario) -> Scenario:
+        asked = self._arguments
+        return Scenario(
+            scenario.name,
+            fleets=asked.fleets or scenario.fleets,
+            engines=asked.engines or scenario.engines,
+            per_second=scenario.per_second,
+            idle=scenario.idle,
+        )
+
+    async def _measure(self, scenario: Scenario) -> dict[str, Any]:
+        load = os.getloadavg()[0]
+        say(f"{scenario.name}: {scenario.fleets} fleets of {scenario.engines} engines; load {load:.1f} before")
+        operator = await self._start_operator()
+        beside = self._beside(operator.pid)
+        names = [f"f{index:04}" for index in range(scenario.fleets)]
+        audit, cpu = AuditLog(), cpu_seconds(operator.pid)
+        posted = await self._create(names, scenario)
+        await until(lambda: len(self._watcher.whole) == len(names), READY_SECONDS, "every fleet whole")
+        beyond = [self._watcher.whole[name] - posted[name] - FAKE_SECONDS for name in names]
+        await until(self._watcher.all_ready, 60, "every pod Ready, gates and all")
+        await asyncio.sleep(SETTLE_SECONDS)
+        cpu = cpu_seconds(operator.pid) - cpu
+        writes = audit.read()
+        say(f"  writes of the operator: {dict(writes.operator.most_common())}; reads: {dict(writes.reads)}")
+        say(f"  writes of others: {dict(writes.others.most_common(8))}")
+        figures: dict[str, Any] = {"apply_to_ready_beyond_fake_s": quantiles(beyond)}
+        say(f"  {figures}; cpu {cpu:.1f} s; {writes.operator.total() / len(names):.1f} writes a fleet")
+        if beside is not None:
+            beside.wait()
+        extra = {"idle_writes_per_minute": await self._idle(operator)} if scenario.idle else {}
+        replacements = await self._replace(names)
+        figures |= {
+            "delete_all_s": await self._delete(names),
+            "replacement_created_s": quantiles(replacements),
+            "cpu_seconds": round(cpu, 2),
+            "peak_rss_mib": peak_rss_mib(operator.pid),
+            "writes_per_fleet": round(writes.operator.total() / len(names), 2),
+        }
+        await self._stop(operator)
+        say(f"  {json.dumps(figures)}")
+        return {scenario.name: figures} | extra
+
+    async def _start_operator(self) -> subprocess.Popen[bytes]:
+        environment = {
+            "PYTHONPATH": f"{REPOSITORY}/operator",
+            "KUBERNETES_SERVICE_HOST": API,
+            "KUBERNETES_SERVICE_PORT": "443",
+            "KUBECONFIG": "",
+            "POD_IP": API,
+            "POD_NAME": "operator",
+            "POD_NAMESPACE": OPERATOR_NAMESPACE,  # with it come the Lease and the webhook
+            "ROLLOUTFLEET_ROUTER_IMAGE": "router",
+            "ROLLOUTFLEET_AGENT_IMAGE": "agent",
+            "ROLLOUTFLEET_PLACEHOLDER_IMAGE": "placeholder",
+        }
+        python = os.environ["OPERATOR_PYTHON"]
+        operator = self._plane.run("operator", python, "-B", "-m", "rolloutfleet.control", environment=environment)
+        async with httpx.AsyncClient(trust_env=False) as http, asyncio.timeout(60):
+            while not await _answers(http, "http://127.0.0.1:8080/healthz"):
+                if operator.poll() is not None:
+                    raise SystemExit(f"the operator ended with {operator.returncode}")
+                await asyncio.sleep(0.2)
+        # One fleet before those that count: connections are open, modules are imported.
+        await self._api.create(kube.ROLLOUT_SERVER, fleet("warm-up", 1))
+        await until(lambda: "warm-up" in self._watcher.whole, READY_SECONDS, "the first fleet whole")
+        await self._delete(["warm-up"])
+        return operator
+
+    async def _stop(self, operator: subprocess.Popen[bytes]) -> None:
+        operator.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(operator.wait, 60)
+
+    def _beside(self, pid: int) -> subprocess.Popen[bytes] | None:
+        """A profiler, say."""
+        command = self._arguments.beside
+        return subprocess.Popen(shlex.split(command.format(pid=pid)), stdout=sys.stderr) if command else None
+
+    async def _create(self, names: list[str], scenario: Scenario) -> dict[str, float]:
+        posted: dict[str, float] = {}
+        slots = asyncio.Semaphore(IN_FLIGHT)
+
+        async def post(name: str) -> None:
+            async with slots:
+                posted[name] = time.monotonic()
+                await self._api.create(kube.ROLLOUT_SERVER, fleet(name, scenario.engines))
+
+        start = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            for index, name in enumerate(names):
+                if scenario.per_second:
+                    await asyncio.sleep(max(0.0, start + index / scenario.per_second - time.monotonic()))
+                group.create_task(post(name))
+        return posted
+
+    async def _idle(self, operator: subprocess.Popen[bytes]) -> float:
+        seconds: float = self._arguments.idle
+        audit, cpu = AuditLog(), cpu_seconds(operator.pid)
+        await asyncio.sleep(seconds)
+        writes = audit.read()
+        share = (cpu_seconds(operator.pid) - cpu) / seconds
+        say(f"  idle for {seconds:.0f} s: writes {dict(writes.operator)}, {share:.1%} of a core")
+        return round(writes.operator.total() * 60 / seconds, 1)
+
+    async def _replace(self, names: list[str]) -> list[float]:
+        """Delete engines' pods at once (grace 0), one after the other; seconds until the watch shows the next one."""
+        seconds: list[float] = []
+        for kill in range(self._arguments.kills):
+            name = names[kill % len(names)]
+            engines = [pod for pod in self._watcher.pods[name].values() if pod["engine"] and not pod["going"]]
+            before = len(self._watcher.made[name])
+            start = time.monotonic()
+            victim = self._random.choice(engines)["name"]
+            await self._api.delete(kube.POD, victim, namespace=NAMESPACE, grace_seconds=0)
+            await until(lambda: len(self._watcher.made[name]) > before, 30, f"a replacement of {victim}")  # noqa: B023
+            seconds.append(self._watcher.made[name][before][0] - start)
+            await asyncio.sleep(KILL_PAUSE_SECONDS)
+        await until(lambda: len(self._watcher.whole) == len(names), 60, "every fleet whole again")
+        await asyncio.sleep(1)
+        extra = {name: len(self._watcher.made[name]) for name in names}
+        made, wanted = sum(extra.values()), sum(len(self._engines(name)) for name in names) + self._arguments.kills
+        say(f"  replacements {quantiles(seconds)}, the slowest {max(seconds):.3f} s; {made} pods made, {wanted} wanted")
+        return seconds
+
+    def _engines(self, name: str) -> list[dict[str, Any]]:
+        return [pod for pod in self._watcher.pods[name].values() if pod["engine"]]
+
+    async def _delete(self, names: list[str]) -> float:
+        slots = asyncio.Semaphore(IN_FLIGHT)
+
+        async def delete(name: str) -> None:
+            async with slots:
+                await self._api.delete(kube.ROLLOUT_SERVER, name, namespace=NAMESPACE)
+
+        audit, start = AuditLog(), time.monotonic()
+        await asyncio.gather(*(delete(name) for name in names))
+        await until(self._watcher.empty, 300, "every fleet and pod gone")
+        seconds = time.monotonic() - start
+        if len(names) > 1:
+            say(f"  deleted in {seconds:.1f} s; operator {dict(audit.read().operator)}")
+        self._watcher.made.clear()
+        return round(seconds, 2)
+
+
+async def _answers(http: httpx.AsyncClient, url: str) -> bool:
+    try:
+        return (await http.get(url)).is_success
+    except httpx.HTTPError:
+        return False
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    plane = ControlPlane(arguments.limits)
+    try:
+        bench = Bench(arguments, plane, await plane.start())
+        say(f"control plane up, limits {arguments.limits}")
+        result = await bench.run()
+    except BaseException:
+        for name in ("operator", "apiserver"):
+            log = STATE / "logs" / f"{name}.log"
+            if log.exists():
+                say(f"{name}: ..." + log.read_text(errors="replace")[-3000:])
+        raise
+    finally:
+        if arguments.logs:
+            shutil.copytree(STATE / "logs", arguments.logs, dirs_exist_ok=True)
+    print(json.dumps(result))
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make bench-scale", description=__doc__)
+    parser.add_argument("--only", choices=[scenario.name for scenario in SCENARIOS], help="one scenario")
+    parser.add_argument("--fleets", type=int, help="in place of the scenario's number")
+    parser.add_argument("--engines", type=int, help="of a fleet, in place of the scenario's number")
+    parser.add_argument("--idle", type=float, default=60, help="seconds of watching an idle operator")
+    parser.add_argument("--kills", type=int, default=20, help="pods deleted in each scenario")
+    parser.add_argument(
+        "--limits", choices=("raised", "stock"), default="raised", help="of controller manager, scheduler"
+    )
+    parser.add_argument("--logs", type=Path, help="a folder to copy the logs to")
+    parser.add_argument("--beside", help="a command to run while fleets are created; {pid} is the operator's")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # PID 1 has no default handlers
+    asyncio.run(main(parsed()))

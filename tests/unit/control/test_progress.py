@@ -1,0 +1,145 @@
+"""Statuses that only tell of a normal way wait a moment; whatever else rests on a status is written at once."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from rolloutfleet.control.progress import PROGRESS_SECONDS, Progress, only_progress
+from rolloutfleet.plan.actions import Action, ApplyStatus, CreatePod, Emit, Requeue
+
+NOW = 1000.0
+ENGINE = {
+    "index": 0,
+    "epoch": 1,
+    "revision": "r",
+    "phase": "Pending",
+    "reason": "NotScheduled",
+    "pod": "p",
+    "podUid": "u",
+}
+GROUP: dict[str, Any] = {
+    "lastEpoch": 1,
+    "routable": 1,
+    "conditions": [{"type": "Ready", "status": "False", "reason": "NotScheduled"}],
+    "engines": [ENGINE],
+}
+SERVER: dict[str, Any] = {
+    "conditions": [
+        {"type": "Ready", "status": "False", "reason": "NotScheduled"},
+        {"type": "Progressing", "status": "True", "reason": "EnginesStarting"},
+        {"type": "Degraded", "status": "False", "reason": "AsExpected"},
+    ],
+    "engines": {"desired": 2, "ready": 0, "routable": 1, "failed": 0},
+}
+
+
+def group(engine: dict[str, Any] | None = None, **changed: Any) -> dict[str, Any]:
+    return {**copy.deepcopy(GROUP), "engines": [{**ENGINE, **(engine or {})}], **changed}
+
+
+def server(condition: dict[str, str] | None = None, engines: dict[str, int] | None = None) -> dict[str, Any]:
+    status = copy.deepcopy(SERVER)
+    status["engines"] |= engines or {}
+    for index, known in enumerate(status["conditions"]):
+        if condition is not None and known["type"] == condition["type"]:
+            status["conditions"][index] = condition
+    return status
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        group({"phase": "Starting", "reason": "Loading", "url": "http://10.0.0.1:30000", "started": True}),
+        group(ready=1, replicas=1, routable=2, weightVersion=0, selector="a=b"),
+        group(conditions=[{"type": "Ready", "status": "False", "reason": "Loading", "message": "other"}]),
+    ],
+)
+def test_steps_on_the_normal_way_are_progress(after: dict[str, Any]) -> None:
+    assert only_progress(GROUP, after)
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        group(lastEpoch=2),
+        group({"epoch": 2}),
+        group({"podUid": "other"}),
+        group({"podUid": ""}),
+        group({"restarts": 1}),
+        group({"retryAt": "2026-01-01T00:00:10+00:00"}),
+        group({"phase": "Failed"}),
+        group({"drainUntil": "2026-01-01T00:00:10+00:00"}),
+        group({"silentSince": "2026-01-01T00:00:10+00:00"}),
+        group(measured=[{"revision": "r", "version": 0, "checksum": "c"}]),
+        group(routable=0),
+        group(conditions=[{"type": "Ready", "status": "True", "reason": "Serving"}]),
+        group(engines=[]),
+    ],
+)
+def test_lives_checksums_and_whether_it_serves_are_not(after: dict[str, Any]) -> None:
+    assert not only_progress(GROUP, after)
+
+
+@pytest.mark.parametrize(
+    ("after", "progress"),
+    [
+        (server({"type": "Ready", "status": "False", "reason": "Loading"}), True),
+        (server(engines={"ready": 1, "routable": 2}), True),
+        ({**server(), "training": {"fence": 3}}, True),
+        (server({"type": "Ready", "status": "True", "reason": "Serving"}), False),
+        (server({"type": "Degraded", "status": "True", "reason": "ErrImagePull"}), False),
+        (server({"type": "Progressing", "status": "False", "reason": "Stable"}), False),
+        (server(engines={"failed": 1}), False),
+        (server(engines={"routable": 0}), False),
+    ],
+)
+def test_of_a_server_what_flips_is_told_at_once(after: dict[str, Any], progress: bool) -> None:
+    assert only_progress(SERVER, after) is progress
+
+
+def test_the_first_status_of_a_server_that_starts_can_wait() -> None:
+    assert only_progress({}, server(engines={"routable": 0}))
+
+
+def statuses(after: dict[str, Any]) -> list[Action]:
+    emit = Emit(kind="ServerGroup", name="g", uid="u", warning=False, reason="EngineServing", message="")
+    return [ApplyStatus(kind="ServerGroup", name="g", uid="u", status=after), CreatePod({}), emit]
+
+
+def kinds(actions: list[Action]) -> list[str]:
+    return [type(action).__name__ for action in actions]
+
+
+def test_progress_waits_with_its_events_and_is_written_when_the_time_is_up() -> None:
+    progress, held = Progress(), {("ServerGroup", "g"): GROUP}
+    changed = statuses(group({"phase": "Starting"}))
+
+    first = progress.held_back(changed, held, NOW)
+    assert kinds(first) == ["Requeue", "CreatePod"]
+    later = progress.held_back(changed, held, NOW + PROGRESS_SECONDS / 2)
+    assert later[0] == Requeue(seconds=PROGRESS_SECONDS / 2)
+    due = progress.held_back(changed, held, NOW + PROGRESS_SECONDS)
+    assert due == changed
+    assert kinds(progress.held_back(changed, held, NOW + 9)) == ["Requeue", "CreatePod"]
+
+
+def test_what_is_urgent_takes_waiting_progress_with_it() -> None:
+    progress, held = Progress(), {("ServerGroup", "g"): GROUP}
+    progress.held_back(statuses(group({"phase": "Starting"})), held, NOW)
+
+    urgent = statuses(group({"epoch": 2, "phase": "Starting"}, lastEpoch=2))
+    assert progress.held_back(urgent, held, NOW) == urgent
+
+
+def test_events_of_other_objects_and_earlier_ones_stay() -> None:
+    put_back = Emit(kind="ServerGroup", name="g", uid="u", warning=True, reason="HandEditPutBack", message="")
+    other = Emit(kind="RolloutServer", name="g", uid="u", warning=False, reason="Ready", message="")
+    actions = [put_back, *statuses(group({"phase": "Starting"})), other]
+
+    kept = Progress().held_back(actions, {("ServerGroup", "g"): GROUP}, NOW)
+    assert put_back in kept
+    assert other in kept
+    assert kinds(kept) == ["Emit", "Requeue", "CreatePod", "Emit"]
