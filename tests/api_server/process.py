@@ -14,6 +14,9 @@ from rolloutfleet.plan.objects import Defaults
 
 DEFAULTS = Defaults(router_image="router:1", placeholder_image="pause:1")
 
+KILL_SECONDS = 0.2
+KILLS = 50
+
 Tasks = set[asyncio.Task[Any]]
 _TASKS: contextvars.ContextVar[Tasks | None] = contextvars.ContextVar("tasks of a process", default=None)
 
@@ -84,7 +87,10 @@ class Process:
     async def kill(self) -> None:
         """Nothing of it runs any more, and nothing more of it leaves this machine."""
         self.wires.dead.set()
-        while self._tasks:
+        for _ in range(KILLS):
+            if not self._tasks:
+                return
             for task in list(self._tasks):
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+                task.cancel()  # again and again: what cleans up waits for calls that are never answered
+            await asyncio.wait(list(self._tasks), timeout=KILL_SECONDS)
+        raise AssertionError(f"cannot be ended: {[task.get_stack() for task in self._tasks]}")
