@@ -286,7 +286,8 @@ class Fleet:
                 raise AssertionError(f"{self.namespace}: not within {seconds:g} s: {what}; {self.report()}")
             self._news.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), POLL_SECONDS)
+                async with asyncio.timeout(POLL_SECONDS):
+                    await self._news.wait()
 
     async def settled(self, *, idle: float) -> None:
         """Until the fleet is as its spec wants it and the operator has written nothing for `idle` seconds."""
