@@ -158,6 +158,7 @@ async def scene() -> AsyncIterator[Scene]:
                 for router in made.routers:
                     router.hangs.set()
                 looking.cancel()
+                await asyncio.gather(looking, return_exceptions=True)
                 await made.tables.close()
 
 
