@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 from collections.abc import AsyncIterator, Callable
@@ -39,8 +40,10 @@ from stand_ins.sglang import Engine
 
 NAMESPACE = Resource("", "v1", "namespaces", "Namespace", namespaced=False)
 MODEL = "/models/m0"
-CONVERGED_SECONDS = 60.0
-POLL_SECONDS = 0.05
+CONVERGED_SECONDS = 300.0
+"""Far more than is needed where the machine has something else to do: never is what fails here, not slow."""
+POLL_SECONDS = 0.25
+"""How often is looked although nothing has been told: engines and tables change silently."""
 DELETED: dict[str, Any] = {"metadata": {"deletionTimestamp": "long ago"}}
 USER = "user"
 
@@ -77,6 +80,7 @@ class Fleet:
     disturb: Disturb = undisturbed
     mangle: Mangle = lambda deliver: deliver
     _pods: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     # The operator
 
@@ -127,6 +131,7 @@ class Fleet:
     # What must hold at all times
 
     def saw(self, kind: str, type_of_event: str | None, pod: dict[str, Any]) -> None:
+        self._news.set()
         if kind != "Pod" or is_router(pod):
             return
         metadata = pod["metadata"]
@@ -279,7 +284,9 @@ class Fleet:
             assert not self.world.node.errors, self.world.node.errors
             if time.monotonic() > deadline:
                 raise AssertionError(f"{self.namespace}: not within {seconds:g} s: {what}; {self.report()}")
-            await asyncio.sleep(POLL_SECONDS)
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), POLL_SECONDS)
 
     async def settled(self, *, idle: float) -> None:
         """Until the fleet is as its spec wants it and the operator has written nothing for `idle` seconds."""

@@ -22,9 +22,13 @@ EXIT_SECONDS = 0.05
 NODE = "node0"
 
 
+class Unwanted(Exception):
+    """Nobody waits for this pod any more: its test has ended."""
+
+
 class Node:
     def __init__(self, api: kube.KubeApi, hosts: Hosts, program: Callable[[dict[str, Any], str], Program]) -> None:
-        """`program(pod, address)`: what runs in that pod."""
+        """`program(pod, address)`: what runs in that pod. Raises Unwanted."""
         self._api = api
         self._hosts = hosts
         self._program = program
@@ -84,7 +88,7 @@ class Node:
         async def guarded() -> None:
             try:
                 await work
-            except (kube.NotFound, kube.Conflict):
+            except (kube.NotFound, kube.Conflict, Unwanted):
                 pass  # the pod went meanwhile
             except Exception as error:
                 self.errors.append(error)

@@ -22,7 +22,7 @@ async def serving(fleet: Fleet) -> None:
     await fleet.settled(idle=0.5)
 
 
-def scenario(name: str, *, begin: Step | None = serving, lanes: int = 4) -> Callable[[Step], Step]:
+def scenario(name: str, *, begin: Step | None = serving, lanes: int = 2) -> Callable[[Step], Step]:
     def register(step: Step) -> Step:
         SCENARIOS[name] = Scenario(step, begin, lanes)
         return step
@@ -85,7 +85,7 @@ async def node_gone(fleet: Fleet) -> None:
     await replaced(fleet, 0, created)
 
 
-@scenario("scale", lanes=6)
+@scenario("scale", lanes=3)
 async def scaled_up_and_down(fleet: Fleet) -> None:
     for replicas in (4, 1, 2):
         await fleet.apply(regular(replicas))
@@ -95,7 +95,7 @@ async def scaled_up_and_down(fleet: Fleet) -> None:
 IMAGES = (f"engine:{number}" for number in itertools.count(2))
 
 
-@scenario("image", lanes=8)
+@scenario("image", lanes=4)
 async def new_image(fleet: Fleet) -> None:
     created = len(fleet.created)
     await fleet.apply(regular(image=next(IMAGES)))

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import pytest
 
@@ -13,7 +16,7 @@ from api_server.control_plane import ControlPlane
 from api_server.faults import Mangle
 from api_server.fleet import Fleet, regular, running
 from api_server.wire import Disturb, undisturbed
-from api_server.world import world
+from api_server.world import World, world
 
 IDLE_SECONDS = 3.0
 RESYNC_SECONDS = 2.0
@@ -40,51 +43,52 @@ async def life_of_a_fleet(fleet: Fleet) -> None:
     assert lives == [3, 3, 2, 0], f"{lives} lives: {fleet.report()}"
 
 
-def through(cluster: ControlPlane, name: str, *, mangle: Mangle | None = None, disturb: Disturb = undisturbed) -> None:
-    async def scenario() -> None:
-        async with (
-            world(cluster.credentials) as everything,
-            running(
-                everything, name, resync=RESYNC_SECONDS, disturb=disturb, mangle=mangle or (lambda deliver: deliver)
-            ) as fleet,
-        ):
+@dataclass(frozen=True)
+class Fault:
+    mangle: Mangle = lambda deliver: deliver
+    disturb: Disturb = undisturbed
+
+
+FAULTS: dict[str, Fault] = {
+    "nothing": Fault(),
+    "events-late": Fault(mangle=faults.late(0.3)),
+    "events-twice": Fault(mangle=faults.doubled(0.3)),
+    **{f"events-overtake-{n}": Fault(mangle=faults.reordered(random.Random(n), most=0.5)) for n in range(3)},
+    **{f"events-never-told-{n}": Fault(mangle=faults.dropped(random.Random(n), share=0.3)) for n in range(3)},
+    "watches-expire": Fault(mangle=faults.broken_off(seconds=0.7)),
+    "lists-old": Fault(disturb=faults.stale_lists()),
+    **{f"calls-fail-{n}": Fault(disturb=faults.failing(random.Random(n), share=0.1)) for n in range(3)},
+}
+
+
+async def gone_through(everything: World, name: str) -> str:
+    """What went wrong in the life of a fleet with this fault; empty when nothing did."""
+    fault = FAULTS[name]
+    try:
+        async with running(
+            everything, name, resync=RESYNC_SECONDS, disturb=fault.disturb, mangle=fault.mangle
+        ) as fleet:
             await life_of_a_fleet(fleet)
             fleet.process.wires.disturb = undisturbed
             await fleet.settled(idle=IDLE_SECONDS)
-
-    asyncio.run(scenario())
-
-
-def test_nothing_goes_wrong(cluster: ControlPlane) -> None:
-    through(cluster, "nothing")
+    except Exception:
+        return traceback.format_exc()
+    return ""
 
 
-def test_watch_events_come_late(cluster: ControlPlane) -> None:
-    through(cluster, "late", mangle=faults.late(0.3))
+@pytest.fixture(scope="module")
+def lived(cluster: ControlPlane, request: pytest.FixtureRequest) -> Mapping[str, str]:
+    """What went wrong under each fault that was asked for: all of them at once, since each waits most of the time."""
+    items = [item for item in request.session.items if hasattr(item, "callspec")]
+    asked = [name for name in FAULTS if any(item.callspec.params.get("fault") == name for item in items)]
+
+    async def scenario() -> list[str]:
+        async with world(cluster.credentials) as everything:
+            return await asyncio.gather(*(gone_through(everything, name) for name in asked))
+
+    return dict(zip(asked, asyncio.run(scenario()), strict=True))
 
 
-def test_watch_events_come_twice(cluster: ControlPlane) -> None:
-    through(cluster, "twice", mangle=faults.doubled(0.3))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_watch_events_overtake_each_other(cluster: ControlPlane, seed: int) -> None:
-    through(cluster, f"reordered-{seed}", mangle=faults.reordered(random.Random(seed), most=0.5))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_watch_events_are_never_told(cluster: ControlPlane, seed: int) -> None:
-    through(cluster, f"dropped-{seed}", mangle=faults.dropped(random.Random(seed), share=0.3))
-
-
-def test_watches_expire(cluster: ControlPlane) -> None:
-    through(cluster, "expired", mangle=faults.broken_off(seconds=0.7))
-
-
-def test_lists_are_old_when_they_arrive(cluster: ControlPlane) -> None:
-    through(cluster, "stale", disturb=faults.stale_lists())
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_calls_fail(cluster: ControlPlane, seed: int) -> None:
-    through(cluster, f"failing-{seed}", disturb=faults.failing(random.Random(seed), share=0.1))
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fleet_lives_through(lived: Mapping[str, str], fault: str) -> None:
+    assert not lived[fault], lived[fault]

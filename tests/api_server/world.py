@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from api_server.hub import Hub
-from api_server.node import Node
+from api_server.node import Node, Unwanted
 from api_server.process import count_tasks_of_processes
 from api_server.wire import Network
 from rolloutfleet.kube import client as kube
@@ -45,7 +45,10 @@ class World:
         await self.network.close()
 
     def _program(self, pod: dict[str, Any], address: str) -> Program:
-        return self.fleets[pod["metadata"]["namespace"]].program(pod, address)
+        fleet = self.fleets.get(pod["metadata"]["namespace"])
+        if fleet is None:
+            raise Unwanted
+        return fleet.program(pod, address)
 
     def asked(self, address: str, path: str) -> None:
         for fleet in self.fleets.values():

@@ -99,7 +99,7 @@ def evict(world: World) -> str:
     world.mark(life, "evict")
     if world.pods.evict(life.name):
         return life.name
-    return f"{life.name}, and the budget forbade it"
+    return f"nothing: the budget forbids to evict {life.name}"
 
 
 def router(world: World) -> str:

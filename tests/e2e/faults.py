@@ -8,7 +8,8 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ENGINE_PROCESS = b"sglang"
@@ -37,14 +38,32 @@ def processes(pod_uid: str, *, part: bytes = b"", group: str = "") -> list[int]:
     return found
 
 
-def send(pod_uid: str, number: signal.Signals, *, part: bytes = b"", group: str = "") -> None:
-    """Send a signal to those processes. Raises NotFound."""
+def send(pod_uid: str, number: signal.Signals, *, part: bytes = b"", group: str = "") -> list[int]:
+    """Send a signal to those processes, and say which they are. Raises NotFound."""
     found = processes(pod_uid, part=part, group=group)
     if not found:
         raise NotFound(f"pod {pod_uid}: no process with {part!r} in its command line runs on this machine")
     for process in found:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, number)
+    return found
+
+
+def exits(found: Sequence[int], *, seconds: float) -> float | None:
+    """When the last of these processes had ended, and the kernel had closed what it had open; None: not in time."""
+    deadline = time.monotonic() + seconds
+    while any(_runs(process) for process in found):
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.005)
+    return time.monotonic()
+
+
+def _runs(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager

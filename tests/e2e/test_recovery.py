@@ -54,11 +54,21 @@ def test_an_engine_that_always_dies_is_given_up_with_its_cause_resumed_on_reques
 
     engine = given_up(2)
     assert (engine["phase"], engine["restarts"]) == ("Failed", 1)
-    assert "invalid choice: 'no-such-backend'" in engine["message"]
+    engine = eventually(
+        lambda: engines(inside, "tough-main")[0],
+        30,
+        "its kubelet told why",
+        accept=lambda seen: "invalid choice: 'no-such-backend'" in seen["message"],
+    )
     assert "no-such-backend" in engine["lastFailure"]["log"]
     assert ready(inside, "tough")["reason"] == "RestartsExhausted"
-    pods = inside.json("get", "pods", "--selector=rolloutfleet.dev/component=engine")["items"]
-    assert [(pod["metadata"]["name"], pod["status"]["phase"]) for pod in pods] == [("tough-main-0-e2-r0", "Failed")]
+
+    def kept() -> list[tuple[str, str]]:
+        pods = inside.json("get", "pods", "--selector=rolloutfleet.dev/component=engine")["items"]
+        return [(pod["metadata"]["name"], pod["status"]["phase"]) for pod in pods]
+
+    # Its end was heard before its kubelet told of it.
+    eventually(kept, 30, "the last pod is kept", accept=lambda pods: pods == [("tough-main-0-e2-r0", "Failed")])
 
     inside("annotate", "servergroup", "tough-main", f"rolloutfleet.dev/resume=0-e{engine['epoch']}")
     eventually(

@@ -27,7 +27,8 @@ class RouterSpec(Model):
 
     replicas: Annotated[int, Field(ge=1, le=16)] = 1
     """Each replica keeps its own tables and prefix tree."""
-    policy: Literal["cache_aware", "round_robin", "random", "power_of_two", "manual"] = "cache_aware"
+    policy: Literal["cache_aware", "round_robin", "random", "manual"] = "cache_aware"
+    """power_of_two is missing because a router with it does not start before it knows two engines."""
     image: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """Default: the router image that the operator was installed with."""
     args: RouterArguments = {}

@@ -268,9 +268,10 @@ class Prober:
         with contextlib.suppress(EngineError):  # the next look follows them
             for url, registration in list(waiting.items())[:FOLLOWED_AT_ONCE]:
                 failure = await client.registration_failure(registration.worker_id)
-                if failure and waiting.get(url) is registration:
+                failed = registration.failed(self._store.now())
+                if failure and failed != registration and waiting.get(url) is registration:
                     logger.warning("%s did not register %s: %s", client.url, url, failure)
-                    waiting[url] = registration.failed(self._store.now())
+                    waiting[url] = failed
         for url, registration in list(waiting.items()):
             if registration.until <= self._store.now():
                 del waiting[url]

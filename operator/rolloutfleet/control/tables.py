@@ -106,9 +106,9 @@ class Tables:
         self._prober.look_soon(entry.table)
 
     async def _register(self, key: FleetKey, action: Register) -> None:
-        await asyncio.shield(self._check(key, action.training_key))
         slots = self._adding.setdefault(action.router_uid, asyncio.Semaphore(ADDED_AT_ONCE))
         async with slots:
+            await asyncio.shield(self._check(key, action.training_key))
             worker_id = await self._router(action.router_url).add_worker(
                 action.url, worker_type=action.kind.type, bootstrap_port=action.kind.bootstrap_port
             )
@@ -117,14 +117,15 @@ class Tables:
         for seconds in LISTED_AFTER_SECONDS:
             asyncio.get_running_loop().call_later(seconds, self._prober.look_soon, action.router_uid)
 
-    def _check(self, key: FleetKey, training_key: str) -> asyncio.Task[None]:
-        """One look at the trainer's state for all registrations of a plan, begun after the plan was made: the look for
-        a later plan is another one."""
+    def _check(self, key: FleetKey, planned: str) -> asyncio.Task[None]:
+        """One look at the trainer's state for all registrations of a plan that are about to be sent: the look for a
+        later plan, or for those that still wait for others, is another one."""
 
         async def look() -> None:
-            del self._checks[key, training_key]
-            await require_same_training(self._api, self._store, key, training_key)
+            del self._checks[key, planned]
+            await require_same_training(self._api, self._store, key, planned)
 
-        if (key, training_key) not in self._checks:
-            self._checks[key, training_key] = asyncio.create_task(look(), name=f"trainer of {key.namespace}/{key.name}")
-        return self._checks[key, training_key]
+        if (key, planned) not in self._checks:
+            name = f"trainer of {key.namespace}/{key.name}"
+            self._checks[key, planned] = asyncio.create_task(look(), name=name)
+        return self._checks[key, planned]

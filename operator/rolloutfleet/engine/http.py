@@ -7,6 +7,7 @@ connection of its pool for each request, at 1 ms of CPU and more; this is a tent
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -20,6 +21,23 @@ from rolloutfleet.engine.errors import EngineRefused, EngineTimeout, EngineUnrea
 CONNECT_SECONDS = 5.0
 KEEP_SECONDS = 4.0
 """SGLang closes a connection that was idle for 5 s: one that we find closing costs a request."""
+
+KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
+"""A generation may be silent for hours; a machine that has vanished is silent for ever, and is known after 45 s."""
+
+
+def asking_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """One on which the kernel asks for a silent peer."""
+    family, kind, protocol, _, _ = address
+    opened = socket.socket(family, kind, protocol)
+    for level, option, value in KEEPALIVE:
+        opened.setsockopt(level, option, value)
+    return opened
 
 
 @dataclass(frozen=True)
@@ -102,7 +120,9 @@ class Http:
         self, method: str, url: URL, body: Any, timeout: aiohttp.ClientTimeout, headers: dict[str, str] | None
     ) -> Answer:
         if self._session is None:  # it wants a running loop
-            connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=KEEP_SECONDS)
+            connector = aiohttp.TCPConnector(
+                limit=self._max_connections, keepalive_timeout=KEEP_SECONDS, socket_factory=asking_socket
+            )
             self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
         async with self._session.request(
             method, url, json=body, timeout=timeout, headers=headers, allow_redirects=False

@@ -132,7 +132,7 @@ ROUTER_DEFAULTS: Mapping[str, str] = {
     "health-check-timeout-secs": "3",
     "health-failure-threshold": "2",
     "health-success-threshold": "1",
-    # A registration of an unreachable address holds one of ten job slots for this long, and removals wait behind ten.
+    # Registrations of addresses that do not answer hold job slots (34 s with this), and removals wait behind ten.
     "worker-startup-timeout-secs": "10",
     # Rollouts may generate for hours, and a request held by a pause must not run out.
     "request-timeout-secs": "14400",

@@ -1,12 +1,18 @@
 """`make bench-recovery`: how long a fleet of real engines takes from a fault to each step of its recovery.
 
-On the local two-node cluster, under generation load. The last line of the output is one JSON object: for each fault
-`fault_to_router_removal_s` (the router lists the dead engine no more), `fault_to_unroutable_s` (nor sends anything to
-it: not listed, or listed as unhealthy), `fault_to_replacement_created_s` (the pod of its next life exists, by a watch)
-and `loaded_to_routable_s` (from the first 200 of the new engine's /ping until the router lists it as healthy), each
-{p50, p99, n} in seconds; `operator_kill_to_react_s` (kill -9 of the leading operator and, at once, an engine's pod
-deleted: until its replacement exists); `duplicate_recreations` (pods of engines beyond one for each engine that a fault
-ended); `requests_failed_at_client` (samples that the trainer was told had failed, and calls that raised).
+On the local two-node cluster, under generation load. The last line of the output is one JSON object. For each fault,
+{p50, p99, n} in seconds of:
+
+- `fault_to_router_removal_s`: the router lists the dead engine no more
+- `fault_to_unroutable_s`: nor sends anything to it: not listed, or listed as unhealthy
+- `fault_to_replacement_created_s`: the pod of its next life exists, by a watch
+- `loaded_to_routable_s`: from the first 200 of the new engine's /ping until the router lists it as healthy
+- `fault_to_exit_s`, of `kill`: until the kernel has ended the processes and closed what they had open; nobody outside
+  can know earlier
+
+Beside them `operator_kill_to_react_s` (kill -9 of the leading operator and, at once, an engine's pod deleted: until its
+replacement exists), `duplicate_recreations` (pods of engines beyond one for each engine that a fault ended),
+`requests_failed_at_client` (samples that the trainer was told had failed, calls that raised), and the load average.
 
 p99 of a few rounds is their maximum; `--rounds 100` gives it its name.
 """
@@ -30,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e.conftest import find_kubectl
-from e2e.faults import ENGINE_PROCESS, OPERATOR_PROCESS, STAND_IN_PROCESS, cut_off, send
+from e2e.faults import ENGINE_PROCESS, OPERATOR_PROCESS, STAND_IN_PROCESS, cut_off, exits, send
 from e2e.fleets import engine_group, engines, rollout_server, router_pods, stand_in, stand_in_code, trainer_pod
 from e2e.support import Kubectl, eventually, remove_namespace
 from e2e.watching import Life, PodWatch, RouterPoll, first_ping
@@ -61,6 +67,7 @@ class Figures:
     unroutable: list[float | None] = field(default_factory=list)
     created: list[float | None] = field(default_factory=list)
     routable: list[float | None] = field(default_factory=list)
+    exited: list[float | None] = field(default_factory=list)
 
     def summary(self) -> dict[str, Any]:
         return {
@@ -68,6 +75,7 @@ class Figures:
             "fault_to_unroutable_s": spread(self.unroutable),
             "fault_to_replacement_created_s": spread(self.created),
             "loaded_to_routable_s": spread(self.routable),
+            **({"fault_to_exit_s": spread(self.exited)} if self.exited else {}),
         }
 
 
@@ -93,6 +101,7 @@ class Bench:
         self._replicas = replicas
         self._part = part
         self._turn = 0
+        self._killed: list[int] = []
         self.ended = 0
         """Engines that a fault has ended, or that were moved by us: so many pods may have been made anew."""
         self.figures: dict[str, Figures] = {}
@@ -122,6 +131,8 @@ class Bench:
         figures = self.figures.setdefault(fault, Figures())
         with contextlib.ExitStack() as undo:
             begun = self._break(fault, victims, undo)
+            if fault == "kill":
+                figures.exited.append(self._exited(begun))
             with ThreadPoolExecutor() as pool:
                 fresh = list(pool.map(lambda victim: self._follow(victim, begun, figures), victims))
         with ThreadPoolExecutor() as pool:
@@ -152,7 +163,7 @@ class Bench:
     def _break(self, fault: str, victims: Sequence[Life], undo: contextlib.ExitStack) -> float:
         """The moment right after the fault was there."""
         if fault == "kill":
-            send(victims[0].uid, signal.SIGKILL, part=self._part)
+            self._killed = send(victims[0].uid, signal.SIGKILL, part=self._part)
         elif fault == "hang":
             send(victims[0].uid, signal.SIGSTOP, part=self._part)
         elif fault == "delete":
@@ -160,6 +171,11 @@ class Bench:
         elif fault == "node":
             undo.enter_context(cut_off(OTHER))
         return time.monotonic()
+
+    def _exited(self, begun: float) -> float | None:
+        """How long the kernel takes to end processes of a gigabyte: until then their sockets are open."""
+        moment = exits(self._killed, seconds=NOTICED_SECONDS)
+        return moment - begun if moment is not None else None
 
     def _replacement(self, victim: Life, begun: float) -> Life | None:
         return self._pods.wait(
@@ -314,17 +330,23 @@ def main() -> int:
         bench = Bench(inside, pods, router, options.engines, STAND_IN_PROCESS if options.stand_ins else ENGINE_PROCESS)
         bench.settled()
         say(f"{options.engines} engines serve; thresholds: {json.dumps(RECOVERY)}")
-        for fault in faults:
-            for _ in range(options.rounds):
-                bench.round(fault)
-        bench.settled()
-        result: dict[str, Any] = {fault: figures.summary() for fault, figures in bench.figures.items()}
-        if bench.reactions:
-            result["operator_kill_to_react_s"] = spread(bench.reactions)
-        result |= {"duplicate_recreations": bench.recreations(), **client_figures(inside)}
-        result |= {"engines": options.engines, "stand_ins": options.stand_ins, "recovery": RECOVERY}
-    print(json.dumps(result), flush=True)
+        try:
+            for fault in faults:
+                for _ in range(options.rounds):
+                    bench.round(fault)
+            bench.settled()
+        finally:  # a run that is cut short says what it has
+            print(json.dumps(outcome(bench, inside, options)), flush=True)
     return 0
+
+
+def outcome(bench: Bench, kubectl: Kubectl, options: argparse.Namespace) -> dict[str, Any]:
+    result: dict[str, Any] = {fault: figures.summary() for fault, figures in bench.figures.items()}
+    if bench.reactions:
+        result["operator_kill_to_react_s"] = spread(bench.reactions)
+    result |= {"duplicate_recreations": bench.recreations(), **client_figures(kubectl)}
+    load = round(os.getloadavg()[1], 1)
+    return result | {"engines": options.engines, "stand_ins": options.stand_ins, "recovery": RECOVERY, "load": load}
 
 
 def kubeconfig() -> Path:

@@ -191,7 +191,7 @@ def experiments() -> dict[str, Experiment]:
         found[f"{settings}: killed, manual"] = partial(owner_lost, settings, "kill", policy="manual")
         found[f"{settings}: killed with 8 in flight"] = partial(in_flight, settings, "kill")
         found[f"{settings}: poisonous request"] = partial(poisonous, settings)
-    for policy in ("round_robin", "random", "power_of_two"):
+    for policy in ("round_robin", "random"):
         found[f"chosen: killed, {policy}"] = partial(owner_lost, "chosen", "kill", policy=policy)
     for how in ("hang", "vanish"):
         found[f"chosen: {how}, not removed"] = partial(owner_lost, "chosen", how)

@@ -20,8 +20,9 @@ import aiohttp
 
 ENGINE = Path(__file__).with_name("engine.py")
 _spaces = itertools.count(1)
-_ports = itertools.count(21000)
-"""Below those that the kernel gives to clients: a port that was free a moment ago stays so."""
+_ports = itertools.count(21000 + os.getpid() % 50 * 200)
+"""Below those that the kernel gives to clients, and others than a run beside this one takes: what was free a moment
+ago stays so."""
 
 
 @dataclass

@@ -15,7 +15,7 @@ import pytest
 
 from rolloutfleet.control.probes import Prober
 from rolloutfleet.control.store import FleetKey, FleetStore
-from rolloutfleet.control.tables import REGISTRATION_PATIENCE, RETRY_PAUSE_SECONDS, TableChange, Tables
+from rolloutfleet.control.tables import ADDED_AT_ONCE, REGISTRATION_PATIENCE, RETRY_PAUSE_SECONDS, TableChange, Tables
 from rolloutfleet.engine import router as router_client
 from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.router import RouterClient
@@ -266,14 +266,14 @@ def test_an_addition_waits_for_the_removal_of_its_url() -> None:
     run(scenario)
 
 
-def test_one_look_at_the_trainer_serves_all_registrations_of_a_plan_and_none_of_the_next() -> None:
+def test_one_look_at_the_trainer_serves_all_registrations_that_are_sent_together_and_none_of_the_next() -> None:
     async def scenario(scene: Scene) -> None:
-        urls = [f"http://10.0.0.{number}:30000" for number in range(40)]
+        urls = [f"http://10.0.0.{number}:30000" for number in range(ADDED_AT_ONCE)]
         scene.start(*(add(router, url) for url in urls for router in range(2)))
-        await scene.until(lambda: all(len(router.table) == 40 for router in scene.routers))
+        await scene.until(lambda: all(len(router.table) == len(urls) for router in scene.routers))
         assert scene.api.reads == 1
         scene.start(add(0, "http://10.0.1.1:30000"))
-        await scene.until(lambda: len(scene.routers[0].table) == 41)
+        await scene.until(lambda: len(scene.routers[0].table) == len(urls) + 1)
         assert scene.api.reads == 2
 
     run(scenario)
@@ -287,6 +287,23 @@ def test_nothing_is_registered_when_the_trainer_has_begun_something_since() -> N
         await scene.until(lambda: len(scene.again) >= 2)
         assert not [router.asked("POST") for router in scene.routers if router.asked("POST")]
         assert not scene.store.registering
+
+    run(scenario)
+
+
+def test_registrations_that_wait_for_a_slow_router_are_dropped_when_the_trainer_begins_meanwhile() -> None:
+    async def scenario(scene: Scene) -> None:
+        router = scene.routers[0]
+        router.hangs.clear()
+        scene.start(*(add(0, f"http://10.0.0.{number}:30000") for number in range(ADDED_AT_ONCE + 4)))
+        await scene.until(lambda: len(router.asked("POST")) == ADDED_AT_ONCE)
+        updating = {"training": {"weights": {"phase": "Committed", "version": 1, "transaction": 1, "path": "/w/1"}}}
+        server = {**scene.api.server, "status": updating}
+        server["metadata"] = {**server["metadata"], "resourceVersion": "2"}
+        scene.store.upsert("RolloutServer", server)
+        router.hangs.set()
+        await scene.until(lambda: scene.again.count(KEY) >= 4)
+        assert len(router.asked("POST")) == ADDED_AT_ONCE
 
     run(scenario)
 

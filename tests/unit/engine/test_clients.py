@@ -7,10 +7,12 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import aiohttp
 import pytest
 
+from rolloutfleet.engine import http as http_module
 from rolloutfleet.engine.errors import EngineError, EngineRefused, EngineTimeout, EngineUnreachable
-from rolloutfleet.engine.http import Http
+from rolloutfleet.engine.http import Http, asking_socket
 from rolloutfleet.engine.router import RouterClient, Worker
 from rolloutfleet.engine.sglang import EngineClient, Load, ModelInfo
 from unit.engine.stand_in import Answer, Asked, StandIn
@@ -30,6 +32,30 @@ def ask_router(stand_in: StandIn, question: Callable[[RouterClient], Awaitable[A
             return await question(RouterClient(stand_in.url, http=http))
 
     return asyncio.run(scenario())
+
+
+# A peer whose machine has vanished
+
+
+def test_the_kernel_asks_for_a_silent_peer_and_gives_up_within_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[socket.socket] = []
+
+    def recorded(address: aiohttp.AddrInfoType) -> socket.socket:
+        made.append(asking_socket(address))
+        return made[-1]
+
+    monkeypatch.setattr(http_module, "asking_socket", recorded)
+
+    async def scenario() -> list[int]:
+        async with StandIn.always(200, {}) as peer, Http(max_connections=1) as http:
+            await EngineClient(peer.url, http=http).ping()
+            (used,) = made
+            assert used.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            return [used.getsockopt(socket.IPPROTO_TCP, option) for option in options]
+
+    idle, interval, count = asyncio.run(scenario())
+    assert idle + interval * count < 60
 
 
 # Errors
