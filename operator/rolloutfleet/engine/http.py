@@ -22,6 +22,7 @@ CONNECT_SECONDS = 5.0
 KEEP_SECONDS = 4.0
 """SGLang closes a connection that was idle for 5 s: one that we find closing costs a request."""
 
+
 KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
@@ -29,15 +30,6 @@ KEEPALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
 """A generation may be silent for hours; a machine that has vanished is silent for ever, and is known after 45 s."""
-
-
-def asking_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """One on which the kernel asks for a silent peer."""
-    family, kind, protocol, _, _ = address
-    opened = socket.socket(family, kind, protocol)
-    for level, option, value in KEEPALIVE:
-        opened.setsockopt(level, option, value)
-    return opened
 
 
 @dataclass(frozen=True)
@@ -121,13 +113,22 @@ class Http:
     ) -> Answer:
         if self._session is None:  # it wants a running loop
             connector = aiohttp.TCPConnector(
-                limit=self._max_connections, keepalive_timeout=KEEP_SECONDS, socket_factory=asking_socket
+                limit=self._max_connections, keepalive_timeout=KEEP_SECONDS, socket_factory=kept_alive
             )
             self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
         async with self._session.request(
             method, url, json=body, timeout=timeout, headers=headers, allow_redirects=False
         ) as response:
             return Answer(status=response.status, body=await response.read())
+
+
+def kept_alive(address: tuple[Any, ...]) -> socket.socket:
+    """A socket whose peer the kernel asks whether it is still there; of an entry of getaddrinfo."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family=family, type=kind, proto=protocol)
+    for option in KEEPALIVE:
+        made.setsockopt(*option)
+    return made
 
 
 class HttpPeer:

@@ -136,6 +136,7 @@ def test_a_registration_that_was_planned_before_an_update_is_not_sent_after_it()
                 await scene.perform(action)
                 assert router.asked == []
                 assert scene.term.queue.depth() == 1, "planned again"
+                assert not scene.operator.store.registering
             await scene.operator.stop()
 
     asyncio.run(scenario())

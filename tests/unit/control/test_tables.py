@@ -147,7 +147,7 @@ class Scene:
 
 @contextlib.asynccontextmanager
 async def scene() -> AsyncIterator[Scene]:
-    async with Http(max_connections=100) as http:
+    async with Http(max_connections=64) as http:
         made = Scene(http)
         async with made.routers[0].stand_in, made.routers[1].stand_in:
             looking = asyncio.create_task(made.prober.run())

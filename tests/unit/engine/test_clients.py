@@ -7,12 +7,11 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import aiohttp
 import pytest
 
 from rolloutfleet.engine import http as http_module
 from rolloutfleet.engine.errors import EngineError, EngineRefused, EngineTimeout, EngineUnreachable
-from rolloutfleet.engine.http import Http, asking_socket
+from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.router import RouterClient, Worker
 from rolloutfleet.engine.sglang import EngineClient, Load, ModelInfo
 from unit.engine.stand_in import Answer, Asked, StandIn
@@ -39,12 +38,13 @@ def ask_router(stand_in: StandIn, question: Callable[[RouterClient], Awaitable[A
 
 def test_the_kernel_asks_for_a_silent_peer_and_gives_up_within_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[socket.socket] = []
+    real = http_module.kept_alive
 
-    def recorded(address: aiohttp.AddrInfoType) -> socket.socket:
-        made.append(asking_socket(address))
+    def remembered(address: tuple[Any, ...]) -> socket.socket:
+        made.append(real(address))
         return made[-1]
 
-    monkeypatch.setattr(http_module, "asking_socket", recorded)
+    monkeypatch.setattr(http_module, "kept_alive", remembered)
 
     async def scenario() -> list[int]:
         async with StandIn.always(200, {}) as peer, Http(max_connections=1) as http:
