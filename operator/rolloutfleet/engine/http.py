@@ -28,8 +28,11 @@ KEEPALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 45_000),
 )
-"""A generation may be silent for hours; a machine that has vanished is silent for ever, and is known after 45 s."""
+"""A generation may be silent for hours; a machine that has vanished is silent for ever, and is known after 45 s: by
+questions of the kernel's where it had taken the request, by the last one where it had not (the kernel sends a request
+again for 15 minutes, and asks nothing meanwhile)."""
 
 
 @dataclass(frozen=True)

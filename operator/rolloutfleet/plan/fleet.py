@@ -38,7 +38,7 @@ from rolloutfleet.plan.membership import Membership, membership_of, serves, tabl
 from rolloutfleet.plan.objects import Defaults, child_actions, disaggregated, wanted_children
 from rolloutfleet.plan.observed import Fleet, parse_time
 from rolloutfleet.plan.pairing import pair_checks, with_pairing
-from rolloutfleet.plan.recovery import NODE_SILENCE, force_moments, mass_failure_of
+from rolloutfleet.plan.recovery import NODE_SILENCE, force_moments, mass_failure_of, word_due
 from rolloutfleet.plan.status import group_events, group_status, routable, server_events, server_status
 from rolloutfleet.plan.training import Training, training_of
 
@@ -216,6 +216,7 @@ def _wake_up(
     """The next moment at which time alone changes the plan."""
     moments = [parse_time(view.record.retry_at) for view in engines if view.pod is None]
     silences = [parse_time(view.record.silent_since) for view in engines]
+    moments += [word_due(view.record) for view in engines]
     moments += [since + NODE_SILENCE for since in silences if since is not None]
     for plan in plans:
         moments += force_moments(plan.pods, plan.group.spec.recovery)

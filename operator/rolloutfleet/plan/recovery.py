@@ -192,11 +192,17 @@ def told_how(record: EngineStatus, pods: Sequence[EnginePod]) -> EngineStatus:
 
 def awaits_its_word(pod: EnginePod, record: EngineStatus, now: datetime) -> bool:
     """This pod's kubelet is about to say how the engine's last life ended."""
-    last = record.last_failure
-    if last is None or last.reason != ENDED or last.pod != pod.name or pod.node_state is not NodeState.READY:
+    last, until = record.last_failure, word_due(record)
+    if last is None or until is None or last.pod != pod.name or pod.node_state is not NodeState.READY:
         return False
-    since = parse_time(last.time)
-    return since is not None and now - since < KUBELETS_WORD
+    return now < until
+
+
+def word_due(record: EngineStatus) -> datetime | None:
+    """Until when a kubelet's word on the end of the engine's last life is waited for."""
+    last = record.last_failure
+    since = parse_time(last.time) if last is not None and last.reason == ENDED else None
+    return since + KUBELETS_WORD if since is not None else None
 
 
 def _proved_itself(record: EngineStatus, recovery: RecoverySpec, now: datetime) -> bool:

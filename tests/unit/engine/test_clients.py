@@ -51,11 +51,12 @@ def test_the_kernel_asks_for_a_silent_peer_and_gives_up_within_a_minute(monkeypa
             await EngineClient(peer.url, http=http).ping()
             (used,) = made
             assert used.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-            options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
             return [used.getsockopt(socket.IPPROTO_TCP, option) for option in options]
 
-    idle, interval, count = asyncio.run(scenario())
+    idle, interval, count, unsent = asyncio.run(scenario())
     assert idle + interval * count < 60
+    assert 0 < unsent < 60_000, "milliseconds; 0 is the kernel's own 15 minutes"
 
 
 # Errors

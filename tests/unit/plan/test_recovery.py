@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rolloutfleet.plan.actions import Requeue
 from rolloutfleet.plan.observed import LeaseView
 from unit.plan.world import World, rollout_server
 
@@ -177,6 +178,8 @@ def test_a_kubelet_that_does_not_tell_how_a_server_ended_is_not_waited_for_long(
     step(world)
     assert world.nodes is not None
     world.nodes["node-0"] = node_ready
+    (requeue,) = [action for action in world.plan() if isinstance(action, Requeue)]
+    assert requeue.seconds < 11
     step(world, 9)
     assert (dead in world.pods) is True or not node_ready
     step(world, 2)
