@@ -326,8 +326,21 @@ class Fleet:
         result = await updater.update(UpdateWeights(path=path))
         assert result.committed
         await self.until(lambda: self.server["status"]["training"]["weights"]["path"] == path, "the commit is seen")
+        part = {verdict.uid for verdict in result.engines if verdict.outcome == "Committed"}
+        urls = {record["url"] for record in self.records if record["podUid"] in part}
+        assert {self.loaded(url) for url in urls} <= {path, ""}
+        # One that missed a look as the update began took no part in it; the operator takes it out of the routers next.
+        await self.until(lambda: self.listed_weights() <= {path}, "only the new weights are listed")
         self.allowed = {path}
         self.look_at_tables(f"{path} was committed")
+
+    def listed_weights(self) -> set[str]:
+        return {self.loaded(url) for router in self.routers for url in router.table} - {""}
+
+    def loaded(self, url: str) -> str:
+        """Path of the weights that an engine has; empty where none is any more."""
+        engine = self.world.hosts.program(url)
+        return engine.path if isinstance(engine, Engine) else ""
 
 
 @asynccontextmanager

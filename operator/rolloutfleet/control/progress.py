@@ -18,7 +18,9 @@ _COMPUTED = frozenset(
 )
 """Of a status: derived anew with each plan, and told for people alone."""
 _NOT_OURS = "training"
-_ENGINE_COMPUTED = frozenset({"phase", "reason", "message", "url", "started", "weightVersion"})
+_ENGINE_COMPUTED = frozenset({"phase", "reason", "message", "url", "started"})
+"""Not the weight version: an update is made of those engines that status says to have the fleet's weights, and routers
+are told of an engine only after that."""
 _TELLING = ("Ready", "Degraded")
 """Conditions that tell something even when they are seen for a second. Others tell what is under way."""
 
@@ -87,7 +89,7 @@ def _substance(status: Mapping[str, Any]) -> dict[str, Any]:
     elif engines:
         kept["engines"] = [
             {name: value for name, value in engine.items() if name not in _ENGINE_COMPUTED and value}
-            | {"failed": engine.get("phase") == "Failed"}
+            | {"failed": engine.get("phase") == "Failed", "weightVersion": engine.get("weightVersion")}
             for engine in engines
         ]
     return kept

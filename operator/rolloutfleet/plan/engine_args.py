@@ -118,7 +118,7 @@ ENCODER_DEFAULTS: Mapping[str, str] = {
 }
 
 ROUTER_DEFAULTS: Mapping[str, str] = {
-    # Measured, docs/adr/0013: with the breaker, ten requests that an engine rightly refuses take it out for a minute.
+    # Measured, docs/adr/0011: with the breaker, ten requests that an engine rightly refuses take it out for a minute.
     "disable-circuit-breaker": "",
     # Without it, a dead engine that owns a prefix gets all retries. Three tries in 3 s outlast its removal at the
     # pod's event (1 s) and the checks below (2 s). Each try of a request that kills engines takes one more: so few.

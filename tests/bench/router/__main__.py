@@ -1,7 +1,7 @@
 """What the real sglang-router does to requests when engines refuse, die, hang or vanish, by its settings.
 
 `make bench-router` (root: engines are cut off in network namespaces; ten minutes). A line each measurement; the last
-line is one JSON object. `python -m bench.router TEXT` takes those with TEXT in their names alone. docs/adr/0013 draws
+line is one JSON object. `python -m bench.router TEXT` takes those with TEXT in their names alone. docs/adr/0011 draws
 the conclusions.
 """
 

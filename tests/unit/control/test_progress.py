@@ -71,6 +71,7 @@ def test_steps_on_the_normal_way_are_progress(after: dict[str, Any]) -> None:
         group({"restarts": 1}),
         group({"retryAt": "2026-01-01T00:00:10+00:00"}),
         group({"phase": "Failed"}),
+        group({"weightVersion": 0}),
         group({"drainUntil": "2026-01-01T00:00:10+00:00"}),
         group({"silentSince": "2026-01-01T00:00:10+00:00"}),
         group(measured=[{"revision": "r", "version": 0, "checksum": "c"}]),
