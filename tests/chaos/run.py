@@ -161,9 +161,9 @@ def expectation(weights: Path, options: Options) -> Expected:
     """What the weights of a version make of a prompt."""
     if options.stand_ins:
 
-        def by_digest(version: int, prompt: Sequence[int], count: int) -> Sequence[int]:
+        def by_digest(version: int, prompt: Sequence[int], before: Sequence[int], count: int) -> Sequence[int]:
             digest = hashlib.sha256(safetensors(version)).hexdigest() if version else "/models/m0"
-            return expected_tokens(digest, prompt, count)
+            return expected_tokens(digest, prompt, len(before) + count)[len(before) :]
 
         return by_digest
     references = {line["reference"]: line["groups"] for line in results(weights) if "reference" in line}
@@ -172,7 +172,7 @@ def expectation(weights: Path, options: Options) -> Expected:
         for version, groups in references.items()
         for group in groups
     }
-    return lambda version, prompt, _: known[version % 2, str(prompt)]
+    return lambda version, prompt, before, count: None if before else known[version % 2, str(prompt)][:count]
 
 
 def causes(kubectl: Kubectl) -> dict[tuple[int, int], str]:

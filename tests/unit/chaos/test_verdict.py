@@ -11,8 +11,8 @@ from chaos.verdict import recreated_without_cause, samples_lost_or_doubled, vers
 from e2e.watching import Life
 
 
-def tokens(version: int, prompt: Sequence[int], count: int) -> list[int]:
-    return [100 * version + sum(prompt) + position for position in range(count)]
+def tokens(version: int, prompt: Sequence[int], before: Sequence[int], count: int) -> list[int]:
+    return [100 * version + sum(prompt) + len(before) + position for position in range(count)]
 
 
 def sample(*spans: tuple[int, int], prompt: Sequence[int] = (1, 2), status: str = "truncated") -> dict[str, Any]:
@@ -21,7 +21,7 @@ def sample(*spans: tuple[int, int], prompt: Sequence[int] = (1, 2), status: str 
     versions = []
     for version, count in spans:
         start, end = len(made), len(made) + count
-        made += tokens(version, prompt, end)[start:]
+        made += tokens(version, prompt, made, end - start)
         versions.append({"version": version, "start": start, "end": end})
     return {"status": status, "error": "", "tokens": made, "weight_versions": versions}
 
@@ -65,12 +65,20 @@ def test_what_is_lost_or_doubled_is_found(lines: list[dict[str, Any]], found: st
 def test_tokens_of_other_weights_than_the_sample_names_are_found() -> None:
     right = sample((0, 2), (1, 3))
     for wrong in (
-        {**right, "tokens": tokens(1, [1, 2], 5)},
+        {**right, "tokens": tokens(1, [1, 2], [], 5)},
         {**right, "tokens": [*right["tokens"], 7]},
         {**right, "weight_versions": right["weight_versions"][1:]},
         {**right, "weight_versions": [{"version": 2, "start": 0, "end": 5}]},
     ):
         assert wrong_weights([asked(), got(wrong)], tokens)
+
+
+def test_what_real_weights_make_of_a_beginning_by_others_is_not_judged() -> None:
+    started = sample((0, 2), (1, 3))
+    first_alone = wrong_weights([got(started)], lambda *asked: None if asked[2] else tokens(*asked))
+    assert first_alone == []
+    started["tokens"][0] += 1
+    assert wrong_weights([got(started)], lambda *asked: None if asked[2] else tokens(*asked))
 
 
 def test_old_weights_after_an_update_that_was_answered_are_found() -> None:
