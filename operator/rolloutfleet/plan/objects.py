@@ -268,8 +268,9 @@ def _router_service(server: RolloutServer) -> dict[str, Any]:
 
 
 KEEPALIVE = {"net.ipv4.tcp_keepalive_intvl": "5", "net.ipv4.tcp_keepalive_probes": "3"}
-"""The router asks after 30 s of silence whether an engine's machine is still there, and by the kernel's defaults eleven
-minutes more before it gives a request up: with these, 15 s. Sysctls that every kubelet since 1.29 takes for safe."""
+"""The router asks after 30 s of silence whether an engine's machine is still there, and with these for 15 s more before
+it gives a request up that the engine had taken; what the engine never acknowledged is sent again for many minutes.
+Sysctls that every kubelet since 1.29 takes for safe."""
 
 
 def _router_deployment(server: RolloutServer, defaults: Defaults, *, pairs: bool) -> dict[str, Any]:
