@@ -138,15 +138,11 @@ class HealthChecker:
 
 
 def checks(store: FleetStore) -> Iterator[Check]:
-    """Engines of ours that should generate now."""
-    for key, group in store.groups():
-        spec = group["spec"]
-        if spec.get("external"):
-            continue  # nobody could replace one
+    """Engines of ours that should generate now: nobody could replace another one."""
+    for key, spec, engines in store.own_engines():
         found: HealthCheckSpec | None = None
-        for record in (group.get("status") or {}).get("engines") or []:
-            probe = store.probes.get(record.get("podUid", ""))
-            if probe is None or probe.paused or not _should_generate(record):
+        for record, probe in engines:
+            if probe.paused or not _should_generate(record):
                 continue
             found = found or HealthCheckSpec.model_validate(spec.get("recovery", {}).get("healthCheck", {}))
             yield Check(

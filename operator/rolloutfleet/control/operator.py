@@ -24,7 +24,7 @@ from rolloutfleet.control.metrics import Metrics
 from rolloutfleet.control.progress import PROGRESS_SECONDS
 from rolloutfleet.control.states import Sources, States
 from rolloutfleet.control.store import FleetKey, FleetStore, component_of, trimmed
-from rolloutfleet.control.term import Term
+from rolloutfleet.control.term import Term, awaited
 from rolloutfleet.control.trainers import TrainerPods
 from rolloutfleet.control.watch_health import WatchHealth
 from rolloutfleet.control.watches import Watch
@@ -122,7 +122,7 @@ class Operator:
             asyncio.create_task(self._leadership.run(self._lead), name="leadership"),
             asyncio.create_task(self._pods.run(), name="watch of pods"),
             asyncio.create_task(self._resync_for_ever(), name="resync"),
-            *(asyncio.create_task(_awaited(service), name="service") for service in self._services),
+            *(asyncio.create_task(awaited(service), name="service") for service in self._services),
         ]
 
     async def stop(self) -> None:
@@ -267,10 +267,6 @@ class Operator:
 def ends(pod: Mapping[str, Any]) -> bool:
     """It goes, or has ended: its replacement waits for nothing."""
     return "deletionTimestamp" in pod["metadata"] or (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
-
-
-async def _awaited(work: Callable[[], Awaitable[None]]) -> None:
-    await work()
 
 
 def registry_for(operator: Operator) -> kopf.OperatorRegistry:

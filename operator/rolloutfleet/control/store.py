@@ -238,6 +238,16 @@ class FleetStore:
             for group in self._objects(key, "ServerGroup").values():
                 yield key, group
 
+    def own_engines(
+        self,
+    ) -> Iterator[tuple[FleetKey, Mapping[str, Any], list[tuple[Mapping[str, Any], EngineProbe]]]]:
+        """By group: its spec, and those of its engines that were looked at, as status has them; external ones apart."""
+        for key, group in self.groups():
+            if not group["spec"].get("external"):
+                records = (group.get("status") or {}).get("engines") or []
+                probes = ((record, self.probes.get(record.get("podUid", ""))) for record in records)
+                yield key, group["spec"], [(record, probe) for record, probe in probes if probe is not None]
+
     def fleet(self, key: FleetKey) -> Fleet | None:
         """The fleet as seen now; None if there is no RolloutServer of that name. Raises ValidationError."""
         body = self.server(key)

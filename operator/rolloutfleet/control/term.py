@@ -133,7 +133,7 @@ class Term:
                 group.create_task(self._health.run(), name="health")
                 group.create_task(self._tripwire.run(), name="tripwire")
                 group.create_task(self.queue.run(workers=WORKERS, reconcile=reconcile), name="queue")
-                group.create_task(_awaited(beside), name="beside")
+                group.create_task(awaited(beside), name="beside")
         finally:
             await self._tables.close()
             await self._engines.close()
@@ -151,5 +151,6 @@ async def _listed(resync: Callable[[], Awaitable[None]]) -> None:
             await asyncio.sleep(LIST_AGAIN_SECONDS)
 
 
-async def _awaited(work: Callable[[], Awaitable[None]]) -> None:
+async def awaited(work: Callable[[], Awaitable[None]]) -> None:
+    """As a coroutine, which a task wants."""
     await work()

@@ -106,11 +106,7 @@ class Tripwire:
 
 def wires(store: FleetStore) -> Iterator[Wire]:
     """Engines of ours that have answered in this life."""
-    for key, group in store.groups():
-        if group["spec"].get("external"):
-            continue
-        for record in (group.get("status") or {}).get("engines") or []:
-            uid, url = record.get("podUid"), record.get("url")
-            probe = store.probes.get(uid or "")
-            if url and record.get("started") and probe is not None and not probe.closed:
-                yield Wire(uid=uid, url=url, fleet=key)
+    for key, _, engines in store.own_engines():
+        for record, probe in engines:
+            if record.get("url") and record.get("started") and not probe.closed:
+                yield Wire(uid=record["podUid"], url=record["url"], fleet=key)

@@ -244,21 +244,19 @@ def resumed(record: EngineStatus) -> EngineStatus:
 
 def to_force(pods: Sequence[EnginePod], recovery: RecoverySpec, now: datetime) -> list[EnginePod]:
     """Pods that no kubelet will ever end, where the spec allows to remove them from the API without its word."""
-    if recovery.force_delete_after_seconds is None:
-        return []
-    patience = timedelta(seconds=recovery.force_delete_after_seconds)
-    return [
-        pod
-        for pod in pods
-        if pod.deletion_due is not None and pod.node_state is not NodeState.READY and now >= pod.deletion_due + patience
-    ]
+    moments = ((pod, _forced_at(pod, recovery)) for pod in pods if pod.node_state is not NodeState.READY)
+    return [pod for pod, moment in moments if moment is not None and now >= moment]
 
 
 def force_moments(pods: Sequence[EnginePod], recovery: RecoverySpec) -> list[datetime]:
-    if recovery.force_delete_after_seconds is None:
-        return []
-    patience = timedelta(seconds=recovery.force_delete_after_seconds)
-    return [pod.deletion_due + patience for pod in pods if pod.deletion_due is not None]
+    moments = (_forced_at(pod, recovery) for pod in pods)
+    return [moment for moment in moments if moment is not None]
+
+
+def _forced_at(pod: EnginePod, recovery: RecoverySpec) -> datetime | None:
+    if pod.deletion_due is None or recovery.force_delete_after_seconds is None:
+        return None
+    return pod.deletion_due + timedelta(seconds=recovery.force_delete_after_seconds)
 
 
 def silence(view: EngineView, now: datetime) -> Mapping[str, object]:
