@@ -57,7 +57,9 @@ def test_language_engines_serve_once_they_know_an_encoder_and_follow_it_to_its_n
         "without an encoder nobody serves",
         accept=lambda reasons: reasons == {"NoEncoder"},
     )
-    assert ready(inside, "see")["status"] == "False"
+    eventually(
+        lambda: ready(inside, "see").get("status"), 30, "the server says so", accept=lambda status: status == "False"
+    )
 
     inside.apply(server(2))
     await_routable(inside, "see", 4, seconds=90)
