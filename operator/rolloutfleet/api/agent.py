@@ -66,14 +66,141 @@ class FleetView(Told):
     engines: list[EngineView] = []
 
 
-class UpdateWeights(Wire):
-    """POST /v1/servers/{role}/update-weights"""
+PauseMode = Literal["InPlace", "Retract", "Abort"]
+"""What becomes of samples that run while weights change. InPlace: they freeze and go on with the KV cache of the old
+weights. Retract: they go back to the queue, and their tokens so far are computed anew by the new weights. Abort: they
+end, and the agent generates them again."""
+
+
+class UpdateOptions(Wire):
+    """What every weight update takes."""
+
+    version: Annotated[int, Field(ge=1)] | None = None
+    """Default: the committed version plus 1."""
+    rollback: bool = False
+    """Allow a version that is not newer than the committed one: a trainer that goes on from an older checkpoint."""
+    pause_mode: PauseMode = "Retract"
+    timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 300.0
+
+
+class UpdateWeights(UpdateOptions):
+    """POST /v1/servers/{role}/update-weights: engines load a checkpoint, or apply a delta to the one they have."""
 
     path: Annotated[str, Field(min_length=1, max_length=1024)]
     """Folder of the checkpoint, as trainer and engines both see it."""
-    version: Annotated[int, Field(ge=1)] | None = None
-    """Default: the committed version plus 1."""
-    timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 300.0
+
+
+class TensorMeta(Wire):
+    """A tensor by its name in the served model's checkpoint (Hugging Face's names)."""
+
+    name: Annotated[str, Field(min_length=1, max_length=1024)]
+    dtype: Annotated[str, Field(pattern=r"^[a-z0-9_]{1,32}$")]
+    """As torch names it, for example bfloat16."""
+    shape: list[Annotated[int, Field(ge=0)]]
+
+
+class BeginUpdate(UpdateOptions):
+    """POST /v1/servers/{role}/updates: the trainer is about to send tensors itself.
+
+    Then, each sender: POST .../updates/{id}/groups (distributed), POST .../updates/{id}/buckets or /tensors for each
+    bucket, POST .../updates/{id}/finish. GET .../updates/{id} is held open meanwhile: when it breaks off the trainer
+    is taken for dead, and the update is abandoned. DELETE .../updates/{id} abandons it.
+    """
+
+    id: Annotated[str, Field(pattern=r"^[a-z0-9]{8,64}$")]
+    """Chosen by the trainer, the same for all its senders: whoever comes second joins."""
+    transport: Literal["distributed", "tensor"]
+    senders: Annotated[int, Field(ge=1, le=1024)] = 1
+    """How many of the trainer's processes send, each its own tensors: for example a pipeline stage each."""
+    sender: Annotated[int, Field(ge=0)] = 0
+    backend: Literal["nccl", "gloo"] = "nccl"
+    """Of the process groups of the distributed transport."""
+    tensors: Annotated[list[TensorMeta], Field(max_length=1_000_000)] | None = None
+    """All that this sender will send, if it knows: compared with the served model before anything is paused."""
+    source: Annotated[str, Field(max_length=1024)] = ""
+    """A checkpoint of the same weights, from which engines that come back later catch up. Without one they wait for
+    the next update."""
+
+    @model_validator(mode="after")
+    def _sender_is_one_of_them(self) -> BeginUpdate:
+        if self.sender >= self.senders:
+            raise ValueError(f"sender: {self.sender} of {self.senders} senders; they count from 0")
+        return self
+
+
+class UpdateEngine(Told):
+    """An engine that takes part in an update."""
+
+    uid: str
+    pod: str
+    url: str
+    ranks: int
+    """Ranks that hold weights: tensor parallel times pipeline parallel size."""
+    group: str
+    """Name of the process group with this sender; kept as long as the engine lives and the name stays the same."""
+    join: bool
+    """The group is not there yet: the sender opens a store and says where (POST .../groups)."""
+
+
+class UpdateSession(Told):
+    id: str
+    version: int
+    engines: list[UpdateEngine]
+    deadline_seconds: float
+    """What is left of the time-out."""
+
+
+class GroupAt(Wire):
+    """Where a sender, rank 0 of the group, waits for an engine's ranks 1 and up."""
+
+    uid: str
+    port: Annotated[int, Field(ge=1, le=65535)]
+    """Of a TCP store on the trainer pod's address."""
+
+
+class JoinGroups(Wire):
+    """POST /v1/servers/{role}/updates/{id}/groups: engines join, while the sender joins the same groups."""
+
+    sender: Annotated[int, Field(ge=0)] = 0
+    groups: Annotated[list[GroupAt], Field(max_length=2048)]
+
+
+class SendBucket(Wire):
+    """POST /v1/servers/{role}/updates/{id}/buckets: engines receive a broadcast, while the sender sends it to all of
+    its groups. One bucket at a time for each sender. The first one pauses the fleet."""
+
+    sender: Annotated[int, Field(ge=0)] = 0
+    tensors: Annotated[list[TensorMeta], Field(min_length=1, max_length=1_000_000)]
+    """In the order in which they lie in the one flat tensor of bytes that is broadcast."""
+
+
+class EngineTensors(Wire):
+    uid: str
+    payloads: Annotated[list[str], Field(min_length=1, max_length=1024)]
+    """For each rank, what SGLang's /update_weights_from_tensor takes: a pickle in base64."""
+
+
+class SendTensors(Wire):
+    """POST /v1/servers/{role}/updates/{id}/tensors: engines take tensors over shared memory of their GPU."""
+
+    sender: Annotated[int, Field(ge=0)] = 0
+    tensors: Annotated[list[TensorMeta], Field(min_length=1, max_length=1_000_000)]
+    engines: Annotated[list[EngineTensors], Field(min_length=1, max_length=2048)]
+    load_format: Literal["flattened_bucket"] | None = "flattened_bucket"
+
+
+class SenderDone(Wire):
+    """POST /v1/servers/{role}/updates/{id}/finish: answered when all senders are done and the version is committed, or
+    is not."""
+
+    sender: Annotated[int, Field(ge=0)] = 0
+    bytes: Annotated[int, Field(ge=0)] = 0
+    """What this sender has sent to each engine."""
+
+
+class StepResult(Told):
+    failed: dict[str, str]
+    """Engines, by UID, that have fallen out of the update so far, and why: nothing more is sent to them."""
 
 
 class UpdateResult(Told):
@@ -83,7 +210,9 @@ class UpdateResult(Told):
     """The requested version was committed on at least one engine."""
     engines: list[EngineVerdict]
     seconds: dict[str, float]
-    """By phase: pause, load, verify, total."""
+    """By phase: pause, load, verify, paused (engines stood still), total."""
+    bytes: int = 0
+    """Sent to each engine by the trainer; 0 where engines read a checkpoint."""
 
 
 class MemoryRequest(Wire):
