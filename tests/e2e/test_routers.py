@@ -60,7 +60,13 @@ def test_a_router_that_starts_without_its_operator_gets_no_traffic_before_its_ta
         system("scale", "deploy/rolloutfleet-operator", "--replicas=0")
         try:
             # One that is told to go still lists engines.
-            system("wait", "pod", "--selector=app.kubernetes.io/name=rolloutfleet-operator", "--for=delete", "--timeout=60s")
+            system(
+                "wait",
+                "pod",
+                "--selector=app.kubernetes.io/name=rolloutfleet-operator",
+                "--for=delete",
+                "--timeout=60s",
+            )
             space("delete", "pod", old[0], "--grace-period=0", "--force")
             (fresh,) = eventually(
                 lambda: [pod for pod in router_pods(space, "many") if pod not in old], 30, "a new router pod"

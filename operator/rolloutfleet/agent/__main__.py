@@ -13,6 +13,7 @@ from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.agent.memory import Memory
 from rolloutfleet.agent.sampling import Sampler
 from rolloutfleet.agent.server import Role, application
+from rolloutfleet.agent.sessions import Sessions
 from rolloutfleet.agent.settings import Settings, load_settings
 from rolloutfleet.agent.updates import Updater
 from rolloutfleet.engine.http import Http
@@ -49,6 +50,7 @@ async def run(settings: Settings) -> None:
             fleet=fleet,
             leadership=leadership,
             updater=Updater(fleet=fleet, leadership=leadership, engine=engine),
+            sessions=Sessions(fleet=fleet, leadership=leadership, engine=engine, address=settings.pod_ip),
             memory=Memory(fleet=fleet, leadership=leadership, engine=engine),
             sampler=Sampler(fleet=fleet, router=router),
         )
@@ -66,6 +68,7 @@ async def run(settings: Settings) -> None:
     done, _ = await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
 
     for role in roles.values():
+        await role.sessions.abandon("the agent is told to stop")
         await role.updater.finish()
     for task in (waiting, *tasks):
         task.cancel()

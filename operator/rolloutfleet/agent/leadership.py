@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 CONTEND_SECONDS = 2.0
-WRITE_ATTEMPTS = 8
+WRITE_CONFLICTS = 8
 WRITE_PAUSE_SECONDS = 0.5
 
 
@@ -69,23 +69,23 @@ class Leadership:
         An apply has no condition of its own: resourceVersion makes sure that nobody with a higher fencing number
         wrote between our look and our write.
         """
-        trouble: kube.ApiError | None = None
-        for _ in range(WRITE_ATTEMPTS):
-            self.require()
+        conflicts = 0
+        while True:
+            self.require()  # also the bound of this loop: while the API is away, no lease is renewed
             try:
                 await self._write_once(training)
                 return
             except kube.Conflict:
-                continue  # the operator wrote its part meanwhile
+                conflicts += 1  # the operator wrote its part meanwhile
+                if conflicts == WRITE_CONFLICTS:
+                    text = f"status of RolloutServer {self._fleet.name} changes faster than it can be written"
+                    raise conflict("Busy", text) from None
             except (kube.NotFound, kube.Forbidden, kube.Invalid):
                 raise
             except kube.ApiError as error:
                 # Looked at anew and applied anew, the same write is safe to repeat; a fleet may be paused meanwhile.
-                trouble = error
+                logger.warning("status of %s not written yet: %s", self._fleet.name, error)
                 await asyncio.sleep(WRITE_PAUSE_SECONDS)
-        if trouble is not None:
-            raise trouble
-        raise conflict("Busy", f"status of RolloutServer {self._fleet.name} changes faster than it can be written")
 
     async def _write_once(self, training: TrainingStatus) -> None:
         fresh = await self._api.get(kube.ROLLOUT_SERVER, self._fleet.name, namespace=self._namespace)

@@ -11,19 +11,33 @@ from typing import TypeVar
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-from rolloutfleet.agent.errors import AgentError, invalid, unavailable
+from rolloutfleet.agent.errors import AgentError, conflict, invalid, unavailable
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.agent.memory import Memory
 from rolloutfleet.agent.sampling import Sampler
+from rolloutfleet.agent.sessions import Session, Sessions
 from rolloutfleet.agent.updates import Updater
-from rolloutfleet.api.agent import ErrorAnswer, ErrorBody, FleetView, Generate, MemoryRequest, UpdateWeights
+from rolloutfleet.api.agent import (
+    BeginUpdate,
+    ErrorAnswer,
+    ErrorBody,
+    FleetView,
+    Generate,
+    JoinGroups,
+    MemoryRequest,
+    SendBucket,
+    SenderDone,
+    SendTensors,
+    UpdateWeights,
+)
 from rolloutfleet.kube.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 1 << 30
 READY_POLL_SECONDS = 0.2
+UPDATE = "/v1/servers/{role}/updates/{update}"
 
 Request = TypeVar("Request", bound=BaseModel)
 
@@ -32,11 +46,19 @@ class Role:
     """All that one role of the annotation can do."""
 
     def __init__(
-        self, *, fleet: Fleet, leadership: Leadership, updater: Updater, memory: Memory, sampler: Sampler
+        self,
+        *,
+        fleet: Fleet,
+        leadership: Leadership,
+        updater: Updater,
+        sessions: Sessions,
+        memory: Memory,
+        sampler: Sampler,
     ) -> None:
         self.fleet = fleet
         self.leadership = leadership
         self.updater = updater
+        self.sessions = sessions
         self.memory = memory
         self.sampler = sampler
 
@@ -82,17 +104,33 @@ def application(roles: dict[str, Role]) -> web.Application:
                 )
             await asyncio.sleep(READY_POLL_SECONDS)
 
+    async def hold(request: web.Request) -> web.Response:
+        sender = request.query.get("sender", "0")
+        if not sender.isdigit():
+            raise invalid("BadRequest", f"sender: {sender} is no number")
+        return _answer(await update_of(request).hold(int(sender)))
+
+    async def abandon(request: web.Request) -> web.Response:
+        update_of(request).abandon(conflict("Abandoned", "the trainer has abandoned the update"))
+        return web.json_response({})
+
+    def update_of(request: web.Request) -> Session:
+        return role_of(request).sessions.of(request.match_info["update"])
+
+    def step(
+        model: type[Request], perform: Callable[[Session, Request], Awaitable[BaseModel]]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def handle(request: web.Request) -> web.Response:
+            return _answer(await perform(update_of(request), await _body(request, model)))
+
+        return handle
+
     def operation(
         model: type[Request], perform: Callable[[Role, Request], Awaitable[BaseModel]]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def handle(request: web.Request) -> web.Response:
             role = role_of(request)
-            try:
-                body = model.model_validate_json(await request.read())
-            except ValidationError as error:
-                problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-                raise invalid("BadRequest", "; ".join(problems), details=problems) from error
-            return _answer(await perform(role, body))
+            return _answer(await perform(role, await _body(request, model)))
 
         return handle
 
@@ -104,11 +142,27 @@ def application(roles: dict[str, Role]) -> web.Application:
             web.get("/v1/servers/{role}/ready", ready),
             web.post("/v1/servers/{role}/generate", operation(Generate, lambda r, b: r.sampler.generate(b))),
             web.post("/v1/servers/{role}/update-weights", operation(UpdateWeights, lambda r, b: r.updater.update(b))),
+            web.post("/v1/servers/{role}/updates", operation(BeginUpdate, lambda r, b: r.sessions.begin(b))),
+            web.get(UPDATE, hold),
+            web.delete(UPDATE, abandon),
+            web.post(f"{UPDATE}/groups", step(JoinGroups, lambda u, b: u.join_groups(b))),
+            web.post(f"{UPDATE}/buckets", step(SendBucket, lambda u, b: u.send_bucket(b))),
+            web.post(f"{UPDATE}/tensors", step(SendTensors, lambda u, b: u.send_tensors(b))),
+            web.post(f"{UPDATE}/finish", step(SenderDone, lambda u, b: u.finish(b))),
             web.post("/v1/servers/{role}/offload", operation(MemoryRequest, lambda r, b: r.memory.offload(b))),
             web.post("/v1/servers/{role}/onload", operation(MemoryRequest, lambda r, b: r.memory.onload(b))),
         ]
     )
     return app
+
+
+async def _body(request: web.Request, model: type[Request]) -> Request:
+    """Raises AgentError naming each wrong field."""
+    try:
+        return model.model_validate_json(await request.read())
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise invalid("BadRequest", "; ".join(problems), details=problems) from error
 
 
 def _answer(model: BaseModel) -> web.Response:

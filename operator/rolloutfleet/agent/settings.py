@@ -20,6 +20,8 @@ class Settings:
     """Role to RolloutServer."""
     pod_name: str
     pod_uid: str
+    pod_ip: str
+    """Where engines reach the trainer's process groups."""
     namespace: str
     host: str
     port: int
@@ -37,6 +39,7 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
         servers=parse_rollout_servers(servers),
         pod_name=name,
         pod_uid=environment.get("POD_UID", ""),
+        pod_ip=environment.get("POD_IP", ""),
         namespace=namespace,
         host=environment.get("ROLLOUTFLEET_AGENT_HOST", "127.0.0.1"),
         port=agent_port(environment),

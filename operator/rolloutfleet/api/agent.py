@@ -82,6 +82,12 @@ class UpdateOptions(Wire):
     pause_mode: PauseMode = "Retract"
     timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 300.0
 
+    @model_validator(mode="after")
+    def _rollback_says_where_to(self) -> UpdateOptions:
+        if self.rollback and self.version is None:
+            raise ValueError("rollback: needs the version to go back to")
+        return self
+
 
 class UpdateWeights(UpdateOptions):
     """POST /v1/servers/{role}/update-weights: engines load a checkpoint, or apply a delta to the one they have."""
@@ -117,6 +123,8 @@ class BeginUpdate(UpdateOptions):
     """Of the process groups of the distributed transport."""
     tensors: Annotated[list[TensorMeta], Field(max_length=1_000_000)] | None = None
     """All that this sender will send, if it knows: compared with the served model before anything is paused."""
+    groups: dict[str, str] = {}
+    """Process groups that this sender still has from earlier updates: name by engine's UID."""
     source: Annotated[str, Field(max_length=1024)] = ""
     """A checkpoint of the same weights, from which engines that come back later catch up. Without one they wait for
     the next update."""

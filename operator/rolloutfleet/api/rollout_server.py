@@ -158,6 +158,9 @@ class RolloutServerSpec(Model):
     trainers: TrainersSpec = TrainersSpec()
 
 
+Transport = Literal["", "disk", "delta", "distributed", "tensor"]
+
+
 class WeightsPhase(StrEnum):
     """Where the weight update stands."""
 
@@ -195,7 +198,10 @@ class TrainingWeights(Model):
     version: Annotated[int, Field(ge=0)]
     """The committed version: what every routable engine has."""
     path: Annotated[str, Field(max_length=1024)] = ""
-    """Checkpoint of the committed version, as engines see it; empty for version 0."""
+    """Checkpoint of the committed version, as engines see it; empty for version 0, and where the trainer sent tensors
+    and named none: engines that come back then wait for the next update."""
+    transport: Transport = ""
+    """How the committed version came, or while Updating the next one."""
     checksums: Annotated[tuple[GroupChecksum, ...], Field(max_length=32), ListMap(("group", "revision"))] = ()
     transaction: Annotated[int, Field(ge=0)] = 0
     """Counts updates begun, successful or not: what was known about engines' weights before is void."""

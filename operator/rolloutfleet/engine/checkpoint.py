@@ -8,6 +8,7 @@ endian), a JSON header {name: {dtype, shape, data_offsets}}, the data (github.co
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,18 +99,27 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def differences(reference: Checkpoint, new: Checkpoint) -> list[str]:
-    """Names and shapes in which a new checkpoint differs from one that is known to load.
+    """Names and shapes in which a new checkpoint differs from one that is known to load."""
+    return missing(reference, new.shapes.keys()) + unfit(reference, new.shapes)
+
+
+def missing(reference: Checkpoint, names: Collection[str]) -> list[str]:
+    """Tensors of a checkpoint that is known to load which are not among these.
 
     A tied output head may be in either and missing from the other: trainers drop it, and SGLang does not read it.
     """
-    free = {OUTPUT_HEAD} if reference.ties_output_head else set()
-    missing = reference.shapes.keys() - new.shapes.keys() - free
-    unknown = new.shapes.keys() - reference.shapes.keys() - free
-    found = [f"{name}: missing" for name in sorted(missing)]
-    found += [f"{name}: not a tensor of this model" for name in sorted(unknown)]
-    found += [
-        f"{name}: shape {list(new.shapes[name])}, the model has {list(shape)}"
+    return [f"{name}: missing" for name in sorted(reference.shapes.keys() - set(names) - _free(reference))]
+
+
+def unfit(reference: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Tensors that a checkpoint which is known to load does not have, or has in another shape."""
+    unknown = shapes.keys() - reference.shapes.keys() - _free(reference)
+    return [f"{name}: not a tensor of this model" for name in sorted(unknown)] + [
+        f"{name}: shape {list(shapes[name])}, the model has {list(shape)}"
         for name, shape in sorted(reference.shapes.items())
-        if name in new.shapes and new.shapes[name] != shape
+        if name in shapes and shapes[name] != shape
     ]
-    return found
+
+
+def _free(reference: Checkpoint) -> set[str]:
+    return {OUTPUT_HEAD} if reference.ties_output_head else set()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from pydantic import ValidationError
 
@@ -27,6 +27,17 @@ LOAD_SECONDS = 1800.0
 PauseMode = Literal["abort", "retract", "in_place"]
 _ROLES = {"null": "Regular", "prefill": "Prefill", "decode": "Decode"}
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
+
+
+class Tensor(Protocol):
+    """What there is to know of a tensor but its values."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True)
@@ -137,9 +148,68 @@ class EngineClient(HttpPeer):
     ) -> None:
         """Load a checkpoint that the engine sees at `path`. A checkpoint of another shape kills the scheduler."""
         body = {"model_path": path, "weight_version": label, "flush_cache": flush_cache}
-        answer = await self._ask("POST", "/update_weights_from_disk", seconds=seconds, body=body)
+        await self._sure("/update_weights_from_disk", body, seconds)
+
+    async def begin_weight_update(self) -> None:
+        """Tensors are about to come. A server that knows no such session (before 0.5.17) answers 404: it needs none.
+        One that a dead sender has left open is closed first."""
+        try:
+            await self._call("POST", "/begin_weight_update", seconds=CONTROL_SECONDS, body={})
+        except EngineRefused as refused:
+            if refused.status == 404:
+                return
+            await self.end_weight_update()
+            await self._call("POST", "/begin_weight_update", seconds=CONTROL_SECONDS, body={})
+
+    async def end_weight_update(self, *, seconds: float = CONTROL_SECONDS) -> None:
+        """Tensors have come, all or not: what the model derives from its weights is made anew."""
+        try:
+            await self._call("POST", "/end_weight_update", seconds=seconds, body={})
+        except EngineRefused as refused:
+            if refused.status != 404:
+                raise
+
+    async def join_group(
+        self, *, address: str, port: int, world_size: int, name: str, backend: str, seconds: float
+    ) -> None:
+        """Ranks 1 and up of a process group with a trainer, rank 0, whose TCP store is there. The scheduler waits
+        until all have joined, or the store is closed."""
+        body = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": world_size,
+            "group_name": name,
+            "backend": backend,
+        }
+        await self._sure("/init_weights_update_group", body, seconds)
+
+    async def leave_group(self, name: str, *, seconds: float = CONTROL_SECONDS) -> None:
+        await self._sure("/destroy_weights_update_group", {"group_name": name}, seconds)
+
+    async def receive_broadcast(self, tensors: Sequence[Tensor], *, group: str, seconds: float) -> None:
+        """Take tensors that rank 0 of the group broadcasts as one flat tensor of bytes. Refused with some of them
+        loaded, perhaps."""
+        body = {
+            "names": [tensor.name for tensor in tensors],
+            "dtypes": [tensor.dtype for tensor in tensors],
+            "shapes": [list(tensor.shape) for tensor in tensors],
+            "group_name": group,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        await self._sure("/update_weights_from_distributed", body, seconds)
+
+    async def receive_tensors(self, payloads: Sequence[str], *, load_format: str | None, seconds: float) -> None:
+        """Take tensors over memory that the sender shares; for each rank a pickle in base64 (SGLang's
+        MultiprocessingSerializer)."""
+        body = {"serialized_named_tensors": list(payloads), "load_format": load_format, "flush_cache": False}
+        await self._sure("/update_weights_from_tensor", body, seconds)
+
+    async def _sure(self, path: str, body: dict[str, Any], seconds: float) -> None:
+        answer = await self._ask("POST", path, seconds=seconds, body=body)
         if not answer.get("success", False):
-            raise EngineRefused(f"{self.url}: {path} not loaded: {answer.get('message')}", status=200)
+            raise EngineRefused(f"{self.url}{path}: {answer.get('message')}", status=200)
 
     async def label_weights(self, label: str) -> None:
         """Change what the engine calls its weights, and nothing else: requests go on."""

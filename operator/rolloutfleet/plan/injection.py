@@ -118,6 +118,7 @@ def _agent(spec: Mapping[str, Any], servers: Mapping[str, str], image: str, pull
         {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}},
         {"name": "POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
+        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "ROLLOUTFLEET_AGENT_PORT", "value": str(AGENT_PORT)},
     ]
     mounts = list(_data_mounts(spec, variables))

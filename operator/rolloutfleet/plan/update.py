@@ -21,6 +21,9 @@ class Participant:
     group: str
     revision: str
     role: Role = "Regular"
+    ranks: int = 1
+    """Tensor parallel size: how many of its processes each tensor goes to."""
+    pipeline_stages: int = 1
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,7 @@ def test_a_trainer_that_hangs_up_ends_its_requests_at_the_router(tmp_path: Path)
                 fleet=world.fleet,
                 leadership=world.leadership,
                 updater=world.updater,
+                sessions=world.sessions,
                 memory=Memory(fleet=world.fleet, leadership=world.leadership, engine=world.client),
                 sampler=await with_router(world, router),
             )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from rolloutfleet.api.agent import UpdateWeights
-from unit.agent.world import World, play, refused_update, wanted, write_checkpoint
+from unit.agent.world import World, play, refused_update, signed, wanted, write_checkpoint
 
 
 @pytest.mark.parametrize("version", [3, 2])
@@ -20,6 +21,23 @@ def test_a_version_that_is_not_newer_is_refused(tmp_path: Path, version: int) ->
         assert world.untouched
 
     play(tmp_path, story)
+
+
+def test_a_trainer_goes_back_to_an_older_version_on_purpose(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        world.change_training(weights={"phase": "Committed", "version": 3, "path": str(world.volume / "w1")})
+        for engine in world.engines:
+            engine.label = signed(3)
+        result = await world.updater.update(wanted(world, version=2, rollback=True))
+        assert (result.version, result.committed) == (2, True)
+        assert {engine.label for engine in world.engines} == {signed(2)}
+
+    play(tmp_path, story)
+
+
+def test_going_back_needs_the_version_to_go_back_to() -> None:
+    with pytest.raises(ValidationError, match="rollback: needs the version to go back to"):
+        UpdateWeights(path="/weights/v000001", rollback=True)
 
 
 def test_a_missing_checkpoint_is_refused(tmp_path: Path) -> None:

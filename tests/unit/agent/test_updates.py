@@ -29,7 +29,7 @@ def test_every_engine_takes_the_version_and_generates_again(tmp_path: Path) -> N
         result = await world.updater.update(wanted(world))
         assert (result.version, result.committed) == (1, True)
         assert [verdict.outcome for verdict in result.engines] == ["Committed"] * 3
-        assert set(result.seconds) == {"pause", "load", "verify", "total"}
+        assert set(result.seconds) == {"pause", "load", "verify", "paused", "total"}
         for engine in world.engines:
             assert (engine.label, engine.checksum, engine.paused) == (signed(1), "sum-of-w1", False)
             assert engine.asked[:4] == ["model_info", "pause_generation", "flush_cache", "update_weights_from_disk"]

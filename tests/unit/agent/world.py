@@ -16,6 +16,7 @@ from rolloutfleet.agent.errors import AgentError
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.agent.memory import Memory
+from rolloutfleet.agent.sessions import Sessions
 from rolloutfleet.agent.updates import Updater
 from rolloutfleet.api.agent import UpdateWeights
 from rolloutfleet.api.rollout_server import TrainingStatus
@@ -127,6 +128,9 @@ class Engine:
         self.paused = False
         self.dead = False
         self.released: set[str] = set()
+        self.updating = False
+        """Between begin_weight_update and end_weight_update."""
+        self.groups: set[str] = set()
         self.refuses: dict[str, Answer] = {}
         """By path: what is answered instead."""
         self.breaks_at = ""
@@ -160,6 +164,25 @@ class Engine:
                 return 400, {"error": "not idle"}
             case "update_weights_from_disk":
                 self.label, self.checksum = body["weight_version"], f"sum-of-{Path(body['model_path']).name}"
+            case "init_weights_update_group":
+                self.groups.add(body["group_name"])
+            case "destroy_weights_update_group":
+                self.groups.discard(body["group_name"])
+            case "begin_weight_update" if self.updating:
+                return 400, {"success": False, "message": "a session is open"}
+            case "begin_weight_update" | "end_weight_update":
+                self.updating = path == "begin_weight_update"
+            case "update_weights_from_distributed" | "update_weights_from_tensor" if not self.updating:
+                return 400, {"success": False, "message": "must run between begin and end"}
+            case "update_weights_from_distributed" if body["group_name"] not in self.groups:
+                return 400, {"success": False, "message": "no such group"}
+            case "update_weights_from_distributed":
+                self.checksum = f"{self.checksum}+{'+'.join(body['names'])}"
+            case "update_weights_from_tensor":
+                self.checksum = f"{self.checksum}+{'+'.join(body['serialized_named_tensors'])}"
+            case "update_weight_version":
+                assert body["abort_all_requests"] is False
+                self.label = body["new_version"]
             case "weights_checker":
                 return 200, {"success": True, "per_engine_checksum": self.checksum}
             case "model_info":
@@ -200,6 +223,7 @@ class World:
             api=api, namespace="rl", name="qwen-trainer", identity="train", monotonic=self.clock
         )
         self.updater = Updater(fleet=self.fleet, leadership=self.leadership, engine=self.client)
+        self.sessions = Sessions(fleet=self.fleet, leadership=self.leadership, engine=self.client, address="127.0.0.1")
         self.memory = Memory(fleet=self.fleet, leadership=self.leadership, engine=self.client)
 
     def client(self, url: str) -> EngineClient:

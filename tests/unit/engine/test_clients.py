@@ -184,7 +184,7 @@ def test_weights_are_updated_with_the_label_that_is_given() -> None:
 
 @pytest.mark.parametrize("answer", [{"success": False, "message": "bad shape"}, {"message": "bad shape"}])
 def test_an_update_that_does_not_say_success_is_a_refusal(answer: dict[str, Any]) -> None:
-    with pytest.raises(EngineRefused, match="/weights/7 not loaded: bad shape"):
+    with pytest.raises(EngineRefused, match="update_weights_from_disk: bad shape"):
         ask_engine(StandIn.always(200, answer), lambda e: e.update_weights_from_disk("/weights/7", label="7@5e1f0a27"))
 
 

@@ -126,7 +126,12 @@ def test_a_job_template_without_name_and_namespace_gets_the_agent_as_a_native_si
     assert [c["name"] for c in injected["spec"]["containers"]] == ["trainer"], "a Job ends when the trainer ends"
     assert injected["metadata"]["labels"] == {LABEL_COMPONENT: "trainer"}
     fields = {v["name"]: v["valueFrom"]["fieldRef"]["fieldPath"] for v in agent["env"] if "valueFrom" in v}
-    assert fields == {"POD_NAME": "metadata.name", "POD_NAMESPACE": "metadata.namespace", "POD_UID": "metadata.uid"}
+    assert fields == {
+        "POD_NAME": "metadata.name",
+        "POD_NAMESPACE": "metadata.namespace",
+        "POD_UID": "metadata.uid",
+        "POD_IP": "status.podIP",
+    }
 
 
 def test_the_agent_is_up_before_any_init_container_of_the_trainer_and_labels_are_kept() -> None:

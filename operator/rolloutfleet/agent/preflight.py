@@ -1,0 +1,105 @@
+"""What can be known of an update before anything is paused: who may send it, which version it is, and whether its
+tensors are those of the served model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable
+from pathlib import Path, PurePosixPath
+
+from rolloutfleet.agent.errors import AgentError, conflict, invalid
+from rolloutfleet.agent.membership import Fleet
+from rolloutfleet.api.agent import TensorMeta, UpdateOptions
+from rolloutfleet.engine.checkpoint import Checkpoint, CheckpointError, differences, missing, read_checkpoint, unfit
+
+logger = logging.getLogger(__name__)
+
+DIFFERENCES_SHOWN = 5
+DIFFERENCES_TOLD = 100
+
+
+def target_version(fleet: Fleet, options: UpdateOptions) -> int:
+    """Raises AgentError when the fleet's weights may not be changed, or not to this version."""
+    server = fleet.connected()
+    if not server.spec.update_weights:
+        raise conflict("Frozen", f"RolloutServer {server.name} has updateWeights: false; its weights never change")
+    committed = fleet.committed_version
+    target = options.version if options.version is not None else committed + 1
+    if target <= committed and not options.rollback:
+        raise conflict(
+            "VersionNotNewer",
+            f"version {target} is not newer than the committed version {committed}; the next one is {committed + 1}, "
+            "and rollback=True goes back on purpose",
+        )
+    memory = fleet.training.memory
+    if memory is not None and "weights" in memory.tags:
+        raise conflict("WeightsReleased", "the engines' weights are offloaded: onload the tag weights first")
+    return target
+
+
+def checkpoint_folder(fleet: Fleet, path: str) -> Path:
+    """Raises AgentError unless `path` is a folder of the volume that engines see."""
+    server = fleet.connected()
+    if server.spec.weights is None:
+        raise conflict("NoWeightsVolume", f"RolloutServer {server.name} has no spec.weights: engines see no checkpoint")
+    mount = PurePosixPath(server.spec.weights.mount_path)
+    folder = PurePosixPath(path)
+    if ".." in folder.parts or not folder.is_relative_to(mount) or folder == mount:
+        raise invalid("PathOutsideVolume", f"path {path}: must be a folder below {mount}")
+    return Path(folder)
+
+
+def compare_checkpoint(fleet: Fleet, path: Path) -> bool:
+    """True if the checkpoint has the served model's tensors, False if nobody here can compare it.
+
+    Raises AgentError when it has others.
+    """
+    spec = fleet.connected().spec.weights
+    mount = Path(spec.mount_path) if spec is not None else None
+    if mount is None or not mount.is_dir():
+        logger.warning("%s is not mounted in the agent: the checkpoint cannot be checked before the pause", mount)
+        return False
+    try:
+        new = read_checkpoint(path)
+    except (CheckpointError, OSError) as error:
+        raise invalid("BadCheckpoint", f"path {path}: {error}") from error
+    reference = served_checkpoint(fleet)
+    if reference is None:
+        return False
+    _refuse(f"path {path}", reference, differences(reference, new))
+    return True
+
+
+def compare_tensors(reference: Checkpoint | None, tensors: Iterable[TensorMeta]) -> None:
+    """Raises AgentError for a tensor that the served model does not have in this shape."""
+    if reference is not None:
+        _refuse("tensors", reference, unfit(reference, {entry.name: tuple(entry.shape) for entry in tensors}))
+
+
+def compare_whole(reference: Checkpoint | None, sent: Collection[str]) -> None:
+    """Raises AgentError unless every tensor of the served model is among them."""
+    if reference is not None:
+        _refuse("tensors", reference, missing(reference, sent))
+
+
+def served_checkpoint(fleet: Fleet) -> Checkpoint | None:
+    """The checkpoint that the engines hold or held, if this container sees one."""
+    weights = fleet.training.weights
+    for path in (weights.path if weights else "", fleet.connected().spec.model.path):
+        try:
+            if path:
+                return read_checkpoint(Path(path))
+        except (CheckpointError, OSError):
+            continue
+    return None
+
+
+def _refuse(what: str, reference: Checkpoint, wrong: list[str]) -> None:
+    if wrong:
+        raise AgentError(
+            "BadCheckpoint",
+            f"{what}: differs from the served model {reference.path} in {len(wrong)} tensors: "
+            f"{'; '.join(wrong[:DIFFERENCES_SHOWN])}",
+            status=422,
+            details=wrong[:DIFFERENCES_TOLD],
+        )

@@ -1,0 +1,325 @@
+"""What every weight update does around the transfer of the weights, as a fenced transaction.
+
+1. Ask every engine who it is: one that does not answer falls out before anybody stands still. 2. Record the intent.
+3. Pause. 4. The transfer, by whoever uses this. 5. Read labels and checksums. 6. Commit version and checksums together.
+7. Continue the survivors, always. Engines that fell out stay paused: the operator takes them out of the routers and
+brings them up to date.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from rolloutfleet.agent.errors import AgentError, unavailable
+from rolloutfleet.agent.leadership import Leadership
+from rolloutfleet.agent.membership import Fleet
+from rolloutfleet.api.agent import PauseMode, UpdateOptions, UpdateResult
+from rolloutfleet.api.common import EnginePhase
+from rolloutfleet.api.rollout_server import TrainingWeights, Transport, WeightsPhase
+from rolloutfleet.api.server_group import EngineStatus, ServerGroup
+from rolloutfleet.api.weight_labels import weight_label
+from rolloutfleet.engine import sglang
+from rolloutfleet.engine.errors import EngineError, EngineRefused
+from rolloutfleet.engine.sglang import EngineClient
+from rolloutfleet.plan.update import Aftermath, Outcome, Participant, outcome_of, resuming_order
+
+logger = logging.getLogger(__name__)
+
+RECOGNIZE_SECONDS = 3.0
+PAUSE_SECONDS = 30.0
+VERIFY_SECONDS = 30.0
+CONTINUE_SECONDS = 20.0
+CONTINUE_ATTEMPTS = 3
+LOST_POLL_SECONDS = 0.5
+
+MODES: dict[PauseMode, sglang.PauseMode] = {"InPlace": "in_place", "Retract": "retract", "Abort": "abort"}
+
+Step = Callable[[Participant, EngineClient, float], Coroutine[Any, Any, None]]
+"""What is done with one engine, within so many seconds."""
+
+
+class Transaction:
+    """One update. Its methods are called in the order of their definition, `settle` in any case."""
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        leadership: Leadership,
+        engine: Callable[[str], EngineClient],
+        options: UpdateOptions,
+        target: int,
+        transport: Transport,
+        path: str,
+    ) -> None:
+        self._fleet = fleet
+        self._leadership = leadership
+        self._engine = engine
+        self._options = options
+        self._transport = transport
+        self._path = path
+        self.target = target
+        self.participants: list[Participant] = []
+        self.errors: dict[str, str] = {}
+        """Engines that have fallen out, by UID, and why."""
+        self.seconds: dict[str, float] = {}
+        self._began = time.monotonic()
+        self.deadline = self._began + options.timeout_seconds
+        """Of all that comes before the checksums, by the monotonic clock."""
+        self.began_to_load = self._began
+        """Where the transfer is done by requests: when the first could begin."""
+        self._paused_at: float | None = None
+        self._before = fleet.training
+        memory = self._before.memory
+        # Engines whose memory is released are paused already, and go on when the last tag is resident.
+        self._released = memory is not None and bool(memory.tags)
+        self._previous = self._before.weights or TrainingWeights(phase=WeightsPhase.COMMITTED, version=0)
+        self._previous_checksums = fleet.committed_checksums()
+        self._intent = self._previous
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline; never so few that a call could not even be sent."""
+        return max(self.deadline - time.monotonic(), 0.1)
+
+    @property
+    def label(self) -> str:
+        """What the target's weights are called."""
+        return weight_label(self.target, self._fleet.id)
+
+    def alive(self) -> list[Participant]:
+        return [participant for participant in self.participants if participant.uid not in self.errors]
+
+    async def begin(self) -> None:
+        """Raises AgentError when there is nobody to update, or we do not lead; ApiError. Nothing was paused then."""
+        self._leadership.require()
+        self.participants = self._found()
+        if not self.participants:
+            raise unavailable("NoEngines", f"RolloutServer {self._fleet.name} has no engine that could be updated now")
+        ends = datetime.now(UTC) + timedelta(
+            seconds=self._options.timeout_seconds + VERIFY_SECONDS + CONTINUE_ATTEMPTS * CONTINUE_SECONDS
+        )
+        self._intent = self._previous.model_copy(
+            update={
+                "phase": WeightsPhase.UPDATING,
+                "transaction": self._previous.transaction + 1,
+                "target_version": self.target,
+                "target_path": self._path,
+                "transport": self._transport,
+                "deadline": ends.isoformat(timespec="seconds"),
+                "engines": (),
+            }
+        )
+        await self._leadership.write(self._before.model_copy(update={"weights": self._intent}))
+
+    async def recognize(self) -> None:
+        """With those that the operator has proved between our look and our intent. From then on it registers nobody,
+        but what it has asked of a router before may still be under way."""
+        await self._fleet.refresh()
+        known = {participant.uid for participant in self.participants}
+        self.participants += [late for late in self._found() if late.uid not in known]
+
+        async def ask(_: Participant, engine: EngineClient, seconds: float) -> None:
+            await engine.require_fleet(self._fleet.id, seconds=seconds)
+
+        await self.everywhere(ask, within=RECOGNIZE_SECONDS)
+
+    async def pause(self) -> None:
+        """What becomes of running samples is in PauseMode; only what they leave in the cache must go, or must not."""
+        self._paused_at = time.monotonic()
+        mode = self._options.pause_mode
+
+        async def pause(_: Participant, engine: EngineClient, seconds: float) -> None:
+            await engine.pause(MODES[mode], seconds=seconds)
+            if mode == "Retract":
+                await engine.flush_cache()
+            elif mode == "Abort":
+                await engine.flush_cache(wait_seconds=int(seconds))
+
+        if not self._released:
+            await self.everywhere(pause, within=PAUSE_SECONDS)
+        self.seconds["pause"] = time.monotonic() - self._paused_at
+
+    async def everywhere(
+        self, step: Step, *, within: float | None = None, among: Collection[Participant] | None = None
+    ) -> None:
+        """One step on all engines that have not fallen out (of `among`), at once; each error stays with its engine.
+
+        Raises AgentError when we do not lead any more.
+        """
+        self._leadership.require()
+        seconds = self.left if within is None else min(within, self.left)
+
+        async def one(participant: Participant) -> None:
+            try:
+                await self._unless_lost(participant, step(participant, self._engine(participant.url), seconds))
+            except EngineError as error:
+                self.errors.setdefault(participant.uid, str(error))
+                logger.warning("%s falls out of the update: %s", participant.pod, error)
+
+        chosen = self.alive() if among is None else [one for one in among if one.uid not in self.errors]
+        await asyncio.gather(*(one(participant) for participant in chosen))
+
+    async def settle(self, *, sent_bytes: int = 0, abandoned: AgentError | None = None) -> UpdateResult:
+        """Raises AgentError if no version was committed: `abandoned`, where given."""
+        if self._paused_at is None and abandoned is not None:
+            await self._forget()
+            raise abandoned
+        clock = time.monotonic()
+        aftermath = await asyncio.gather(*(self._look(participant) for participant in self.participants))
+        outcome = outcome_of(
+            aftermath,
+            fleet=self._fleet.id,
+            target=self.target,
+            previous=self._previous.version,
+            previous_checksums=self._previous_checksums,
+        )
+        self.seconds["verify"] = time.monotonic() - clock
+        # Where this cannot be written, whether they lead or not is not known: the operator restores the fleet.
+        await self._commit(outcome)
+        if not self._released:
+            await self._continue(outcome.survivors)
+        if self._paused_at is not None:
+            self.seconds["paused"] = time.monotonic() - self._paused_at
+        self.seconds["total"] = time.monotonic() - self._began
+        if not outcome.committed:
+            fell_out = [f"{verdict.pod}: {verdict.outcome}: {verdict.message}" for verdict in outcome.verdicts]
+            text = f"no engine took version {self.target}; version {outcome.version} stays"
+            if abandoned is not None:
+                abandoned.details = abandoned.details or fell_out
+                raise abandoned
+            raise AgentError("UpdateFailed", text, status=502, details=fell_out)
+        return UpdateResult(
+            version=outcome.version,
+            committed=True,
+            engines=list(outcome.verdicts),
+            seconds={name: round(value, 4) for name, value in self.seconds.items()},
+            bytes=sent_bytes,
+        )
+
+    # Who takes part
+
+    def _found(self) -> list[Participant]:
+        """Engines that may be answering requests, or could be by the time the update ends."""
+        training = self._fleet.training
+        held = set(training.memory.uids) if training.memory else set()
+        if training.weights is not None:
+            # Proved by our own last update: status may not say Serving again yet.
+            held |= {verdict.uid for verdict in training.weights.engines if verdict.outcome == "Committed"}
+        return [
+            participant_of(group, engine)
+            for group, engine in self._fleet.trained_engines()
+            if engine.url and _takes_part(engine, self._fleet.committed_version, held)
+        ]
+
+    async def _unless_lost(self, participant: Participant, doing: Coroutine[Any, Any, None]) -> None:
+        """Raises EngineError when the engine's life has ended: a machine that has vanished answers nothing at all."""
+        task = asyncio.ensure_future(doing)
+        try:
+            while not (await asyncio.wait({task}, timeout=LOST_POLL_SECONDS))[0]:
+                if self._lost(participant):
+                    raise EngineError(f"{participant.pod}: its pod has gone meanwhile")
+            await task
+        finally:
+            task.cancel()
+
+    def _lost(self, participant: Participant) -> bool:
+        """The operator has said so: another life has begun, or this one has ended."""
+        if self._fleet.server is None:
+            return False  # nothing is known at the moment
+        for _, engine in self._fleet.trained_engines():
+            if engine.pod_uid == participant.uid:
+                return engine.phase in (EnginePhase.FAILED, EnginePhase.PENDING)
+        return True
+
+    # How it ends
+
+    async def _look(self, participant: Participant) -> Aftermath:
+        engine = self._engine(participant.url)
+        error = self.errors.get(participant.uid, "")
+        if error and self._lost(participant):
+            return Aftermath(participant, error=error, reachable=False)
+        try:
+            # Together, since engines stand still.
+            checksum, info = await asyncio.gather(engine.checksum(seconds=VERIFY_SECONDS), engine.model_info())
+        except EngineRefused as refused:
+            return Aftermath(participant, error=error or str(refused))
+        except EngineError as unreachable:
+            return Aftermath(participant, error=error or str(unreachable), reachable=False)
+        return Aftermath(participant, error=error, label=info.weight_version, checksum=checksum)
+
+    async def _forget(self) -> None:
+        """Nothing was touched: what was proved about engines still holds."""
+        weights = self._intent.model_copy(
+            update={
+                "phase": WeightsPhase.COMMITTED,
+                "target_version": None,
+                "target_path": "",
+                "transport": self._previous.transport,
+                "deadline": "",
+                "engines": self._previous.engines,
+            }
+        )
+        await self._leadership.write(self._before.model_copy(update={"weights": weights}))
+
+    async def _commit(self, outcome: Outcome) -> None:
+        done = outcome.committed
+        kept = self._previous
+        weights = self._intent.model_copy(
+            update={
+                "phase": WeightsPhase.COMMITTED,
+                "version": outcome.version,
+                "path": self._path if done else kept.path,
+                "transport": self._transport if done else kept.transport,
+                "checksums": outcome.checksums if done else kept.checksums,
+                "target_version": None,
+                "target_path": "",
+                "deadline": "",
+                "engines": outcome.verdicts,
+            }
+        )
+        await self._leadership.write(self._before.model_copy(update={"weights": weights}))
+
+    async def _continue(self, survivors: Sequence[Participant]) -> None:
+        async def one(participant: Participant) -> None:
+            for attempt in range(1, CONTINUE_ATTEMPTS + 1):
+                try:
+                    await self._engine(participant.url).continue_generation(seconds=CONTINUE_SECONDS)
+                    return
+                except EngineError as error:
+                    # Nothing is lost: the operator resumes an engine that is paused and held by nobody.
+                    logger.warning("%s not continued (attempt %d): %s", participant.pod, attempt, error)
+
+        for wave in resuming_order(participant.role for participant in survivors):
+            await asyncio.gather(*(one(participant) for participant in survivors if participant.role in wave))
+
+
+def participant_of(group: ServerGroup, engine: EngineStatus) -> Participant:
+    shape = engine.facts or group.spec.engine
+    return Participant(
+        pod=engine.pod,
+        uid=engine.pod_uid,
+        url=engine.url,
+        group=group.name,
+        revision=engine.revision,
+        role=engine.facts.role if engine.facts is not None else group.spec.role,
+        ranks=shape.tensor_parallel if shape is not None else 1,
+        pipeline_stages=shape.pipeline_parallel if shape is not None else 1,
+    )
+
+
+def _takes_part(engine: EngineStatus, committed: int, held: set[str]) -> bool:
+    """Whoever has the committed weights may be answering requests, whatever else keeps it from serving in full; so may
+    one that has only missed a look. One that waits for this very update takes part as well; any other that is not
+    current is left to the operator, which may be loading it right now."""
+    if engine.phase is EnginePhase.DRAINING:
+        return False  # it finishes its requests and goes
+    if engine.phase is EnginePhase.SERVING or engine.weight_version == committed or engine.pod_uid in held:
+        return True
+    silent = engine.phase is EnginePhase.STARTING and engine.started
+    return silent or engine.reason == "AwaitingUpdate"
