@@ -15,7 +15,7 @@ from rolloutfleet.api.weight_labels import weight_label
 from rolloutfleet.control.freshness import Stop, require_same_training
 from rolloutfleet.control.probes import Prober
 from rolloutfleet.control.store import FleetKey, FleetStore
-from rolloutfleet.engine.errors import EngineError
+from rolloutfleet.engine.errors import EngineError, EngineTimeout
 from rolloutfleet.engine.pair import generate_through
 from rolloutfleet.engine.sglang import EngineClient
 from rolloutfleet.kube import client as kube
@@ -78,6 +78,10 @@ class EngineWork:
                 logger.info("%s/%s: %s of pods %s put off: %s", key.namespace, key.name, what, pods, error)
             except EngineError as error:
                 logger.warning("%s/%s: %s of pods %s failed: %s", key.namespace, key.name, what, pods, error)
+                if isinstance(error, EngineTimeout):
+                    # Its scheduler is asked nothing else while it is paused: stuck in a collective with a dead
+                    # trainer it would wait for ever.
+                    self._update_probe(pods[0], lambda probe: replace(probe, unhealthy=probe.unhealthy + 1))
                 pause = CATCH_UP_PAUSE_SECONDS if what == "catch-up" else RETRY_PAUSE_SECONDS
                 if what == "catch-up":
                     self._store.catch_up_failures[pods[0]] = shorten(str(error))
@@ -116,6 +120,7 @@ class EngineWork:
             checksum=checksum,
             read_under=training_key,
             recheck=False,
+            unhealthy=0,
             loaded_under=training_key if loaded else "",
         )
         self._store.probes[pod_uid] = probe

@@ -21,7 +21,8 @@ FLAG_SECONDS = 3.0
 ENCODE_SECONDS = 15.0
 INFO_SECONDS = 10.0
 CONTROL_SECONDS = 60.0
-CHECKSUM_SECONDS = 120.0
+CHECKSUM_SECONDS = 30.0
+"""48 ms for 3.55 GB on an H100; longer than this only a scheduler takes that is stuck."""
 LOAD_SECONDS = 1800.0
 
 PauseMode = Literal["abort", "retract", "in_place"]

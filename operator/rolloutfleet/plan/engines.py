@@ -205,6 +205,9 @@ def _unready(view: EngineView, fleet: Fleet, training: Training) -> tuple[str, s
     uid, identity = (pod.uid, pod.identity) if pod is not None else ("", "")
     if not view.fits:
         return view.misfit
+    if view.weights is Weights.BEHIND and not training.path:
+        text = f"the trainer sent version {training.version} and named no checkpoint: it takes part in the next update"
+        return "AwaitingUpdate", text
     if view.weights is Weights.BEHIND:
         problem = fleet.catch_up_failures.get(uid)
         if problem:

@@ -187,7 +187,7 @@ def _engine_work(view: EngineView, fleet: Fleet, training: Training, now: dateti
         ]
     if view.weights is Weights.UNPROVED or (view.weights is Weights.CURRENT and view.probe.recheck):
         return [Verify(pod_uid=pod.uid, url=pod.url, training_key=training.key)]
-    if view.weights is Weights.BEHIND and not view.listed:
+    if view.weights is Weights.BEHIND and not view.listed and training.path:
         return [
             CatchUp(
                 pod_uid=pod.uid,

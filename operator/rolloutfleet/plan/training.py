@@ -20,6 +20,8 @@ class Training:
     """By what name labels of weights know it."""
     version: int
     path: str
+    """Checkpoint of this version, from which engines are brought up to date; empty where the trainer sent it and named
+    none."""
     held: bool
     """An update runs, or memory is released, and the trainer is alive: hands off the engines."""
     updating: bool
@@ -64,7 +66,7 @@ def training_of(fleet: Fleet, now: datetime) -> Training:
     return Training(
         fleet=fleet_id(fleet.server.uid),
         version=version,
-        path=(weights.path if weights else "") or fleet.server.spec.model.path,
+        path=weights.path if weights is not None and version > INITIAL_WEIGHT_VERSION else fleet.server.spec.model.path,
         held=held,
         updating=update_held,
         held_until=min(ends) if held and ends else None,

@@ -7,13 +7,17 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Any, cast
 
+import pytest
+
+from rolloutfleet.control import engine_work
 from rolloutfleet.control.engine_work import EngineWork, Work
 from rolloutfleet.control.probes import Prober
 from rolloutfleet.control.store import FleetKey, FleetStore
+from rolloutfleet.engine import sglang
 from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.sglang import EngineClient
 from rolloutfleet.kube import client as kube
-from rolloutfleet.plan.actions import Adopt, CatchUp
+from rolloutfleet.plan.actions import Adopt, CatchUp, Verify
 from rolloutfleet.plan.observed import EngineProbe
 from unit.agent.world import Engine
 from unit.plan.world import rollout_server
@@ -61,6 +65,7 @@ def scene(story: Callable[[Engine, FleetStore, Perform], Awaitable[None]]) -> No
                 """Until the fleet is looked at again: the work has ended, or failed and waits for its next attempt."""
                 work.start(KEY, action)
                 await told.wait()
+                told.clear()
 
             try:
                 await story(engine, store, perform)
@@ -113,5 +118,29 @@ def test_an_adoption_changes_the_label_alone_and_what_was_proved_of_the_weights_
         assert engine.stand_in.asked[0].body == {"new_version": "0@5e1f0a27", "abort_all_requests": False}
         probe = store.probes["pod"]
         assert (probe.label, probe.checksum, probe.read_under) == ("0@5e1f0a27", "sum-of-m0", "0/0/free")
+
+    scene(story)
+
+
+def test_an_engine_whose_scheduler_never_says_what_its_weights_are_counts_as_unhealthy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may be stuck in a broadcast of a trainer that died: paused, it is asked for no token."""
+    monkeypatch.setattr(sglang.EngineClient.checksum, "__kwdefaults__", {"seconds": 0.1})
+    monkeypatch.setattr(engine_work, "RETRY_PAUSE_SECONDS", 0.0)
+
+    async def story(engine: Engine, store: FleetStore, perform: Perform) -> None:
+        store.probes["pod"] = EngineProbe(answering=True, label=f"0@{FLEET}", unhealthy=1)
+        freed = asyncio.Event()
+
+        async def stuck() -> None:
+            await freed.wait()
+
+        engine.before["weights_checker"] = stuck
+        await perform(Verify(pod_uid="pod", url=engine.stand_in.url, training_key="0/0/free"))
+        assert store.probes["pod"].unhealthy == 2
+        freed.set()
+        await perform(Verify(pod_uid="pod", url=engine.stand_in.url, training_key="0/0/free"))
+        assert store.probes["pod"].unhealthy == 0
 
     scene(story)

@@ -199,6 +199,25 @@ def test_an_engine_that_fell_out_of_an_update_leaves_the_routers_and_is_brought_
     assert not world.paused
 
 
+def test_without_a_checkpoint_of_the_version_that_the_trainer_sent_a_new_life_waits_for_the_next_update() -> None:
+    world = serving_world(replicas=2)
+    world.commit(1, "", "sum-1")
+    world.settle()
+    world.delete_pod(world.engine_names()[0])
+    world.settle()
+    newcomer = world.created[-1]
+    assert world.weights[world.uid(newcomer)] == (world.label(0), "sum-0"), "nothing is loaded that is not version 1"
+    assert len(world.listed()) == 1
+    waiting = next(engine for engine in world.group_status()["engines"] if engine["pod"] == newcomer)
+    assert (waiting["phase"], waiting["reason"]) == ("Stale", "AwaitingUpdate")
+    assert "version 1 and named no checkpoint" in waiting["message"]
+    assert world.settle() == 0
+
+    world.commit(2, "", "sum-2")
+    world.settle()
+    assert len(world.listed()) == 2
+
+
 def test_a_group_that_took_no_part_in_an_update_measures_the_version_on_its_first_engine() -> None:
     world = serving_world(replicas=2)
     names = world.engine_names()
