@@ -183,7 +183,13 @@ def test_an_update_is_sent_with_path_and_version(agent: Agent, fleet: Fleet) -> 
     fleet.update_weights("/weights/w5")
     (method, path, body), (_, _, unnumbered) = agent.asked
     assert (method, path) == ("POST", "/v1/servers/actor/update-weights")
-    assert body == {"path": "/weights/w4", "version": 4, "timeout_seconds": 60.0}
+    assert body == {
+        "path": "/weights/w4",
+        "version": 4,
+        "timeout_seconds": 60.0,
+        "rollback": False,
+        "pause_mode": "Retract",
+    }
     assert "version" not in unnumbered, "the agent counts"
 
 
