@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from rolloutfleet.agent.errors import unavailable
 from rolloutfleet.api.agent import EngineView, FleetState, FleetView
+from rolloutfleet.api.names import API_VERSION
 from rolloutfleet.api.rollout_server import GroupChecksum, RolloutServer, TrainingStatus
 from rolloutfleet.api.server_group import EngineStatus, ServerGroup
 from rolloutfleet.api.weight_labels import fleet_id
@@ -94,19 +95,40 @@ class Fleet:
         first, self._announced = self._announced is None, self.state
         if first and self.state is FleetState.CONNECTED:
             return
-        connected = self.state is FleetState.CONNECTED
-        event = event_manifest(
-            regarding={
-                "apiVersion": "v1",
-                "kind": "Pod",
-                "name": self._pod_name,
-                "namespace": self._namespace,
-                "uid": self._pod_uid,
-            },
-            warning=not connected,
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "name": self._pod_name,
+            "namespace": self._namespace,
+            "uid": self._pod_uid,
+        }
+        await self._emit(
+            pod,
+            warning=self.state is not FleetState.CONNECTED,
             reason=f"RolloutServer{self.state.value}",
             note=self.message or f"connected to RolloutServer {self.name}",
             action="Connect",
+        )
+
+    async def warn_on_server(self, reason: str, note: str) -> None:
+        """What an SRE should see who looks at the RolloutServer."""
+        if self.server is not None:
+            about = {
+                "apiVersion": API_VERSION,
+                "kind": "RolloutServer",
+                "name": self.name,
+                "namespace": self._namespace,
+                "uid": self.server.uid,
+            }
+            await self._emit(about, warning=True, reason=reason, note=note, action="UpdateWeights")
+
+    async def _emit(self, regarding: dict[str, str], *, warning: bool, reason: str, note: str, action: str) -> None:
+        event = event_manifest(
+            regarding=regarding,
+            warning=warning,
+            reason=reason,
+            note=note,
+            action=action,
             controller="rolloutfleet.dev/agent",
             instance=self._pod_name,
             now=datetime.now(UTC),

@@ -20,7 +20,7 @@ from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.api.agent import PauseMode, UpdateOptions, UpdateResult
 from rolloutfleet.api.common import EnginePhase
-from rolloutfleet.api.rollout_server import TrainingWeights, Transport, WeightsPhase
+from rolloutfleet.api.rollout_server import LastUpdate, TrainingWeights, Transport, WeightsPhase
 from rolloutfleet.api.server_group import EngineStatus, ServerGroup
 from rolloutfleet.api.weight_labels import weight_label
 from rolloutfleet.engine import sglang
@@ -36,6 +36,7 @@ VERIFY_SECONDS = 30.0
 CONTINUE_SECONDS = 20.0
 CONTINUE_ATTEMPTS = 3
 LOST_POLL_SECONDS = 0.5
+CASUALTIES_TOLD = 3
 
 MODES: dict[PauseMode, sglang.PauseMode] = {"InPlace": "in_place", "Retract": "retract", "Abort": "abort"}
 
@@ -181,11 +182,12 @@ class Transaction:
         )
         self.seconds["verify"] = time.monotonic() - clock
         # Where this cannot be written, whether they lead or not is not known: the operator restores the fleet.
-        await self._commit(outcome)
+        await self._commit(outcome, sent_bytes)
         if not self._released:
             await self._continue(outcome.survivors)
         if self._paused_at is not None:
             self.seconds["paused"] = time.monotonic() - self._paused_at
+        await self._tell(outcome)
         self.seconds["total"] = time.monotonic() - self._began
         if not outcome.committed:
             fell_out = [f"{verdict.pod}: {verdict.outcome}: {verdict.message}" for verdict in outcome.verdicts]
@@ -267,7 +269,7 @@ class Transaction:
         )
         await self._leadership.write(self._before.model_copy(update={"weights": weights}))
 
-    async def _commit(self, outcome: Outcome) -> None:
+    async def _commit(self, outcome: Outcome, sent_bytes: int) -> None:
         done = outcome.committed
         kept = self._previous
         weights = self._intent.model_copy(
@@ -283,7 +285,35 @@ class Transaction:
                 "engines": outcome.verdicts,
             }
         )
-        await self._leadership.write(self._before.model_copy(update={"weights": weights}))
+        now = time.monotonic()
+        seconds = {**self.seconds, "total": now - self._began}
+        if self._paused_at is not None:
+            seconds["paused"] = now - self._paused_at
+        last = LastUpdate(
+            version=self.target,
+            transport=self._transport,
+            committed=done,
+            transaction=weights.transaction,
+            finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            seconds={name: round(value, 4) for name, value in seconds.items()},
+            bytes=sent_bytes,
+            engines=len(outcome.verdicts),
+            fell_out=len(outcome.verdicts) - len(outcome.survivors),
+        )
+        await self._leadership.write(self._before.model_copy(update={"weights": weights, "last_update": last}))
+
+    async def _tell(self, outcome: Outcome) -> None:
+        """An event on the RolloutServer for what an SRE would not expect."""
+        casualties = [verdict for verdict in outcome.verdicts if verdict.outcome != "Committed"]
+        if outcome.committed and not casualties:
+            return
+        fell_out = "; ".join(f"{verdict.pod}: {verdict.message}" for verdict in casualties[:CASUALTIES_TOLD])
+        if not outcome.committed:
+            text = f"version {self.target} was not committed, version {outcome.version} stays; {fell_out}"
+            await self._fleet.warn_on_server("UpdateFailed", text)
+        else:
+            text = f"{len(casualties)} of {len(outcome.verdicts)} engines fell out of the update to {self.target}"
+            await self._fleet.warn_on_server("EnginesFellOut", f"{text}: {fell_out}")
 
     async def _continue(self, survivors: Sequence[Participant]) -> None:
         async def one(participant: Participant) -> None:

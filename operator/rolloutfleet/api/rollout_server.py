@@ -227,6 +227,25 @@ class TrainingMemory(Model):
     deadline: Annotated[str, Field(max_length=64)] = ""
 
 
+class LastUpdate(Model):
+    """The weight update that ended last, committed or not."""
+
+    version: Annotated[int, Field(ge=0)]
+    """That was to be committed."""
+    transport: Transport
+    committed: bool
+    transaction: Annotated[int, Field(ge=0)]
+    finished_at: Annotated[str, Field(max_length=64)]
+    seconds: Annotated[dict[str, float], Field(max_length=16)] = {}
+    """By phase: pause, load, verify; paused: that engines stood still; total. Up to the commit."""
+    bytes: Annotated[int, Field(ge=0)] = 0
+    """Sent to each engine by the trainer; 0 where engines read a checkpoint."""
+    engines: Annotated[int, Field(ge=0)]
+    """That took part."""
+    fell_out: Annotated[int, Field(ge=0)]
+    """Of those: ended without provably holding the version that was committed, or kept."""
+
+
 class TrainingStatus(Model):
     """The agent's subtree: written by the agent that holds the Lease, read by the operator."""
 
@@ -235,6 +254,7 @@ class TrainingStatus(Model):
     fence: Annotated[int, Field(ge=0)] = 0
     """Transition count of the Lease when this was written; a smaller number is a late writer."""
     weights: TrainingWeights | None = None
+    last_update: LastUpdate | None = None
     memory: TrainingMemory | None = None
 
 
@@ -274,6 +294,8 @@ class WeightsStatus(Model):
     version: Annotated[int, Field(ge=0)] | None = None
     """The committed version."""
     path: Annotated[str, Field(max_length=1024)] = ""
+    skew: Annotated[int, Field(ge=0)] = 0
+    """How many versions the engine that is furthest behind is behind, of those that answer; by their labels."""
 
 
 class RolloutServerStatus(Model):
@@ -322,6 +344,7 @@ class RolloutServer(Resource):
             Column("Engines", ".status.engines.desired", type="integer"),
             Column("Routable", ".status.engines.routable", type="integer"),
             Column("Weights", ".status.weights.version", type="integer"),
+            Column("Skew", ".status.weights.skew", type="integer"),
             Column("Reason", '.status.conditions[?(@.type=="Ready")].reason'),
             Column("Trainer", ".status.training.holder", priority=1),
             Column("Router", ".status.router.url", priority=1),

@@ -17,6 +17,7 @@ from rolloutfleet.api.rollout_server import (
     WeightsStatus,
 )
 from rolloutfleet.api.server_group import EngineStatus, Failure, ServerGroup, ServerGroupStatus
+from rolloutfleet.api.weight_labels import parse_label
 from rolloutfleet.plan.actions import Action, Emit
 from rolloutfleet.plan.engines import EngineView, Weights
 from rolloutfleet.plan.groups import GroupPlan
@@ -134,8 +135,22 @@ def server_status(
             for plan, status in everything
         ),
         engines=counts,
-        weights=WeightsStatus(version=training.version, path=training.path),
+        weights=WeightsStatus(
+            version=training.version,
+            path=training.path,
+            skew=max((_behind(view, training) for plan, _ in everything for view in plan.engines), default=0),
+        ),
     )
+
+
+def _behind(view: EngineView, training: Training) -> int:
+    """Versions; one at least where the weights are known to be others than the label says."""
+    label = parse_label(view.probe.label)
+    if not view.answering or view.leaving or view.weights is Weights.CURRENT:
+        return 0
+    if label is None or label.fleet not in ("", training.fleet):
+        return 0
+    return max(training.version - label.version, 1 if view.weights is Weights.BEHIND else 0)
 
 
 def _ready(

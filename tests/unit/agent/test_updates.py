@@ -110,6 +110,33 @@ def test_what_the_trainer_has_recorded_of_memory_is_kept(tmp_path: Path) -> None
     play(tmp_path, story)
 
 
+def test_what_the_update_took_is_in_status(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        world.engines[1].breaks_at = "update_weights_from_disk"
+        await world.updater.update(wanted(world, version=5))
+        last = world.training.last_update
+        assert last is not None
+        assert (last.version, last.transport, last.committed, last.transaction) == (5, "disk", True, 1)
+        assert (last.engines, last.fell_out) == (3, 1)
+        assert set(last.seconds) == {"pause", "load", "verify", "paused", "total"}
+
+    play(tmp_path, story)
+
+
+def test_casualties_are_an_event_on_the_server_and_an_update_without_any_is_none(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        await world.updater.update(wanted(world))
+        assert world.cluster.events == []
+        world.engines[1].breaks_at = "update_weights_from_disk"
+        await world.updater.update(wanted(world))
+        (event,) = world.cluster.events
+        assert (event["type"], event["reason"]) == ("Warning", "EnginesFellOut")
+        assert (event["regarding"]["kind"], event["regarding"]["name"]) == ("RolloutServer", "qwen")
+        assert event["note"].startswith("1 of 3 engines fell out of the update to 2: qwen-main-1-e1-r0: ")
+
+    play(tmp_path, story)
+
+
 # Some engines fail
 
 

@@ -84,7 +84,7 @@ def test_status_for_programs_has_everything_in_one_object(call: Call) -> None:
     _, out, _ = call("status", "qwen", "-o", "json")
     found = json.loads(out)
     assert found["engines"][0]["name"] == "qwen-main-1"
-    assert found["status"]["weights"] == {"version": 3, "path": "/weights/3"}
+    assert found["status"]["weights"] == {"version": 3, "path": "/weights/3", "skew": 0}
     assert {each["name"] for each in found["groups"]} == {"qwen-main", "qwen-external", "qwen-spare"}
 
 
