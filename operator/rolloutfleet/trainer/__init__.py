@@ -22,7 +22,10 @@ from rolloutfleet.api.agent import (
     VersionSpan,
 )
 from rolloutfleet.trainer.checkpoints import NonFiniteWeights, prune_checkpoints, save_checkpoint
-from rolloutfleet.trainer.client import AgentUnreachable, Fleet, FleetError, NotReady, Refused, connect
+from rolloutfleet.trainer.client import Fleet, connect
+from rolloutfleet.trainer.errors import AgentUnreachable, FleetError, NotReady, Refused
+from rolloutfleet.trainer.groups import GroupError
+from rolloutfleet.trainer.sending import gather
 
 __all__ = [
     "AgentUnreachable",
@@ -30,6 +33,7 @@ __all__ = [
     "FleetError",
     "FleetView",
     "Generated",
+    "GroupError",
     "MemoryResult",
     "NonFiniteWeights",
     "NotReady",
@@ -40,6 +44,7 @@ __all__ = [
     "UpdateResult",
     "VersionSpan",
     "connect",
+    "gather",
     "prune_checkpoints",
     "save_checkpoint",
 ]

@@ -1,10 +1,4 @@
-"""A blocking client of the agent in the same pod.
-
-FleetError
-├── AgentUnreachable   no agent answers: is the pod annotated, and the agent's container up?
-├── NotReady           the fleet does not serve (yet): missing, starting, led by another trainer's agent
-└── Refused            the agent refused the request or could not do it; `code` and `details` say why
-"""
+"""A blocking client of the agent in the same pod."""
 
 from __future__ import annotations
 
@@ -16,6 +10,7 @@ from typing import Any, TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
+from typing_extensions import Unpack
 
 from rolloutfleet.api.agent import (
     ErrorAnswer,
@@ -25,12 +20,16 @@ from rolloutfleet.api.agent import (
     MemoryRequest,
     MemoryResult,
     MemoryTag,
+    PauseMode,
     SampleGroup,
     SamplingParams,
     UpdateResult,
     UpdateWeights,
 )
 from rolloutfleet.api.names import AGENT_PORT
+from rolloutfleet.trainer.errors import AgentUnreachable, NotReady, Refused
+from rolloutfleet.trainer.sending import Senders, SendingOptions, send
+from rolloutfleet.trainer.tensors import Tensors
 
 URL_VARIABLE = "ROLLOUTFLEET_AGENT_URL"
 CALL_SECONDS = 30.0
@@ -41,25 +40,6 @@ GRACE_SECONDS = 90.0
 LONG_POLL_SECONDS = 20.0
 
 Answer = TypeVar("Answer", bound=BaseModel)
-
-
-class FleetError(Exception):
-    def __init__(self, message: str, *, code: str = "", details: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.code = code
-        self.details = list(details)
-
-
-class AgentUnreachable(FleetError):
-    pass
-
-
-class NotReady(FleetError):
-    pass
-
-
-class Refused(FleetError):
-    pass
 
 
 @contextmanager
@@ -81,13 +61,15 @@ class Fleet:
     def __init__(self, role: str, *, url: str) -> None:
         self.role = role
         self._http = httpx.Client(base_url=url, trust_env=False, timeout=CALL_SECONDS)
+        self._senders = Senders()
 
     def close(self) -> None:
+        self._senders.close()
         self._http.close()
 
     def view(self) -> FleetView:
         """Which engines there are, where they stand, which weights are committed, who leads."""
-        return self._call("GET", f"/v1/servers/{self.role}", FleetView)
+        return self.call("GET", "", FleetView)
 
     @property
     def weight_version(self) -> int:
@@ -103,9 +85,9 @@ class Fleet:
         while True:
             left = max(deadline - time.monotonic(), 0.0)
             wait = min(left, LONG_POLL_SECONDS)
-            path = f"/v1/servers/{self.role}/ready?routable={engines}&timeout={wait:.1f}"
+            path = f"ready?routable={engines}&timeout={wait:.1f}"
             try:
-                return self._call("GET", path, FleetView, seconds=wait + CALL_SECONDS)
+                return self.call("GET", path, FleetView, seconds=wait + CALL_SECONDS)
             except (NotReady, AgentUnreachable):
                 if left <= wait:
                     raise
@@ -125,21 +107,43 @@ class Fleet:
                 sampling_params=SamplingParams.model_validate(sampling),
                 timeout_seconds=timeout,
             )
-        path = f"/v1/servers/{self.role}/generate"
-        return self._call("POST", path, Generated, body=request, seconds=timeout + GRACE_SECONDS).groups
+        return self.call("POST", "generate", Generated, body=request, seconds=timeout + GRACE_SECONDS).groups
 
     def update_weights(
-        self, path: str | os.PathLike[str], *, version: int | None = None, timeout: float = 300.0
+        self,
+        weights: str | os.PathLike[str] | Tensors,
+        *,
+        version: int | None = None,
+        rollback: bool = False,
+        pause_mode: PauseMode = "Retract",
+        timeout: float = 300.0,
+        **sending: Unpack[SendingOptions],
     ) -> UpdateResult:
-        """Load a checkpoint into every engine and commit it as `version` (default: the next one).
+        """Give every engine these weights and commit them as `version` (default: the next one).
+
+        `weights`: a checkpoint's folder that engines see, or tensors that are sent from here (trainer/sending.py has
+        the options, for example transport="distributed").
 
         When this returns, every engine that answers requests has these weights; engines that fell out are named in
         the result and brought up to date by the operator. Raises Refused: then the old version still serves.
         """
+        options = {"version": version, "rollback": rollback, "pause_mode": pause_mode, "timeout_seconds": timeout}
+        if not isinstance(weights, str | os.PathLike):
+            return send(self, self._senders, weights, options, sending)
+        if sending:
+            raise Refused(f"{', '.join(sending)}: only for tensors, and weights is a path", code="BadRequest")
         with _bad_request_refused():
-            request = UpdateWeights(path=os.fspath(path), version=version, timeout_seconds=timeout)
-        address = f"/v1/servers/{self.role}/update-weights"
-        return self._call("POST", address, UpdateResult, body=request, seconds=timeout + GRACE_SECONDS)
+            request = UpdateWeights.model_validate({**options, "path": os.fspath(weights)})
+        return self.call("POST", "update-weights", UpdateResult, body=request, seconds=timeout + GRACE_SECONDS)
+
+    @contextmanager
+    def offloaded(self, *tags: MemoryTag, timeout: float = 120.0) -> Iterator[MemoryResult]:
+        """Engine memory is the trainer's inside of the block, and is given back when it ends, however it ends."""
+        released = self.offload(*tags, timeout=timeout)
+        try:
+            yield released
+        finally:
+            self.onload(*tags, timeout=timeout)
 
     def offload(self, *tags: MemoryTag, timeout: float = 120.0) -> MemoryResult:
         """Release engine memory (default: all of it). Running requests are aborted; generation waits for onload."""
@@ -153,10 +157,9 @@ class Fleet:
         named = {"tags": list(tags)} if tags else {}
         with _bad_request_refused():
             request = MemoryRequest.model_validate({**named, "timeout_seconds": timeout})
-        path = f"/v1/servers/{self.role}/{verb}"
-        return self._call("POST", path, MemoryResult, body=request, seconds=timeout + GRACE_SECONDS)
+        return self.call("POST", verb, MemoryResult, body=request, seconds=timeout + GRACE_SECONDS)
 
-    def _call(
+    def call(
         self,
         method: str,
         path: str,
@@ -165,6 +168,8 @@ class Fleet:
         body: BaseModel | None = None,
         seconds: float = CALL_SECONDS,
     ) -> Answer:
+        """One request of the agent about this fleet; `path` below /v1/servers/ROLE. From any thread."""
+        path = f"/v1/servers/{self.role}/{path}".rstrip("/")
         content = body.model_dump_json(exclude_none=True) if body is not None else None
         headers = {"Content-Type": "application/json"} if content is not None else {}
         try:

@@ -23,7 +23,8 @@ from rolloutfleet.kube import client as client_module
 from rolloutfleet.kube.client import POD
 from rolloutfleet.kube.errors import ApiError, Unreachable
 from rolloutfleet.plan.injection import inject
-from rolloutfleet.trainer.client import Fleet, FleetError, Refused
+from rolloutfleet.trainer.client import Fleet
+from rolloutfleet.trainer.errors import FleetError, Refused
 from unit.agent.test_sampling import request, with_router
 from unit.agent.world import FLEET, World, answer, play, signed
 from unit.engine.stand_in import StandIn

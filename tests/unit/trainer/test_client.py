@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from rolloutfleet.trainer import client as client_module
-from rolloutfleet.trainer.client import AgentUnreachable, Fleet, FleetError, NotReady, Refused, connect
+from rolloutfleet.trainer.client import Fleet, connect
+from rolloutfleet.trainer.errors import AgentUnreachable, FleetError, NotReady, Refused
 
 VIEW = {"role": "actor", "server": "qwen", "state": "Connected", "ready": True, "weight_version": 3, "routable": 2}
 SAMPLE = {
