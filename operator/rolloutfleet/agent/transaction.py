@@ -37,6 +37,8 @@ CONTINUE_SECONDS = 20.0
 CONTINUE_ATTEMPTS = 3
 LOST_POLL_SECONDS = 0.5
 CASUALTIES_TOLD = 3
+STRAGGLER_SECONDS = 5.0
+STRAGGLER_FACTOR = 3.0
 
 MODES: dict[PauseMode, sglang.PauseMode] = {"InPlace": "in_place", "Retract": "retract", "Abort": "abort"}
 
@@ -155,16 +157,43 @@ class Transaction:
         """
         self._leadership.require()
         seconds = self.left if within is None else min(within, self.left)
-
-        async def one(participant: Participant) -> None:
-            try:
-                await self._unless_lost(participant, step(participant, self._engine(participant.url), seconds))
-            except EngineError as error:
-                self.errors.setdefault(participant.uid, str(error))
-                logger.warning("%s falls out of the update: %s", participant.pod, error)
-
         chosen = self.alive() if among is None else [one for one in among if one.uid not in self.errors]
-        await asyncio.gather(*(one(participant) for participant in chosen))
+        await self._together(chosen, lambda each: step(each, self._engine(each.url), seconds))
+
+    async def _together(
+        self, chosen: Collection[Participant], doing: Callable[[Participant], Coroutine[Any, Any, None]]
+    ) -> None:
+        """All at once. Engines do the same work: when one is done, the others have a bounded time left, so that a
+        hanging one does not keep all of them standing."""
+        began = time.monotonic()
+        tasks = {asyncio.ensure_future(self._unless_lost(each, doing(each))): each for each in chosen}
+        waiting, limit = set(tasks), float("inf")
+        try:
+            while waiting:
+                left = None if limit == float("inf") else max(limit - time.monotonic(), 0.0)
+                done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    error = task.exception()
+                    if isinstance(error, EngineError):
+                        self._falls_out(tasks[task], str(error))
+                    elif error is not None:
+                        raise error
+                    elif limit == float("inf"):
+                        took = time.monotonic() - began
+                        limit = began + took + max(STRAGGLER_SECONDS, STRAGGLER_FACTOR * took)
+                if not done:
+                    for task in waiting:
+                        text = f"not done after {time.monotonic() - began:.1f} s, long after another engine was"
+                        self._falls_out(tasks[task], text)
+                    return
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _falls_out(self, participant: Participant, why: str) -> None:
+        if participant.uid not in self.errors:
+            self.errors[participant.uid] = why
+            logger.warning("%s falls out of the update: %s", participant.pod, why)
 
     async def settle(self, *, sent_bytes: int = 0, abandoned: AgentError | None = None) -> UpdateResult:
         """Raises AgentError if no version was committed: `abandoned`, where given."""
@@ -172,7 +201,7 @@ class Transaction:
             await self._forget()
             raise abandoned
         clock = time.monotonic()
-        aftermath = await asyncio.gather(*(self._look(participant) for participant in self.participants))
+        aftermath = await self._looks()
         outcome = outcome_of(
             aftermath,
             fleet=self._fleet.id,
@@ -241,14 +270,27 @@ class Transaction:
 
     # How it ends
 
+    async def _looks(self) -> list[Aftermath]:
+        seen: dict[str, Aftermath] = {}
+
+        async def look(participant: Participant) -> None:
+            seen[participant.uid] = await self._look(participant)
+
+        await self._together(self.participants, look)
+        return [
+            seen.get(one.uid, Aftermath(one, error=self.errors.get(one.uid, ""), reachable=False))
+            for one in self.participants
+        ]
+
     async def _look(self, participant: Participant) -> Aftermath:
         engine = self._engine(participant.url)
         error = self.errors.get(participant.uid, "")
-        if error and self._lost(participant):
-            return Aftermath(participant, error=error, reachable=False)
+        if self._lost(participant):
+            return Aftermath(participant, error=error or "its pod has gone meanwhile", reachable=False)
+        # The others stand still: one that has fallen out is given no time to think.
+        seconds = RECOGNIZE_SECONDS if error else VERIFY_SECONDS
         try:
-            # Together, since engines stand still.
-            checksum, info = await asyncio.gather(engine.checksum(seconds=VERIFY_SECONDS), engine.model_info())
+            checksum, info = await asyncio.gather(engine.checksum(seconds=seconds), engine.model_info())
         except EngineRefused as refused:
             return Aftermath(participant, error=error or str(refused))
         except EngineError as unreachable:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rolloutfleet.agent import sessions
+from rolloutfleet.agent import sessions, transaction
 from rolloutfleet.agent.sessions import Session
 from rolloutfleet.api.agent import (
     BeginUpdate,
@@ -211,6 +211,31 @@ def test_an_engine_that_answers_nothing_any_more_falls_out_when_its_pod_is_gone(
         await joined(session, told)
         failed = (await session.send_bucket(SendBucket(tensors=[WEIGHT]))).failed
         assert "its pod has gone" in failed[world.engines[1].uid]
+        assert (await session.finish(SenderDone())).committed
+        assert outcomes(world) == ["Committed", "Unreachable", "Committed"]
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize("moment", ["init_weights_update_group", "pause_generation", "update_weights_from_distributed"])
+def test_an_engine_that_hangs_falls_out_soon_after_the_others_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    monkeypatch.setattr(transaction, "STRAGGLER_SECONDS", 0.2)
+    monkeypatch.setattr(transaction, "STRAGGLER_FACTOR", 1.0)
+    monkeypatch.setattr(transaction, "RECOGNIZE_SECONDS", 0.3)
+
+    async def story(world: World) -> None:
+        async def hang() -> None:
+            world.engines[1].before |= {"weights_checker": hang, "model_info": hang}
+            await asyncio.Event().wait()
+
+        world.engines[1].before[moment] = hang
+        session, told, _ = await begin(world)
+        groups = [GroupAt(uid=engine.uid, port=20000) for engine in told.engines]
+        failed = (await session.join_groups(JoinGroups(groups=groups))).failed
+        failed |= (await session.send_bucket(SendBucket(tensors=[WEIGHT]))).failed
+        assert "long after another engine was" in failed[world.engines[1].uid]
         assert (await session.finish(SenderDone())).committed
         assert outcomes(world) == ["Committed", "Unreachable", "Committed"]
 
