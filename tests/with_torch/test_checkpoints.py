@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from rolloutfleet.engine.checkpoint import CheckpointError, differences, read_checkpoint
+from rolloutfleet.engine.checkpoint import differences, read_checkpoint
+from rolloutfleet.engine.errors import CheckpointError
 from rolloutfleet.trainer import NonFiniteWeights, prune_checkpoints, save_checkpoint
 
 

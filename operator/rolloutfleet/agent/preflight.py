@@ -10,7 +10,8 @@ from pathlib import Path, PurePosixPath
 from rolloutfleet.agent.errors import AgentError, conflict, invalid
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.api.agent import TensorMeta, UpdateOptions
-from rolloutfleet.engine.checkpoint import Checkpoint, CheckpointError, differences, missing, read_checkpoint, unfit
+from rolloutfleet.engine.checkpoint import Checkpoint, differences, missing, read_checkpoint, unfit
+from rolloutfleet.engine.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 

@@ -65,7 +65,7 @@ class Copies:
         if not path.is_relative_to(self._weights) or path == self._weights or ".." in path.parts:
             raise CheckpointError(f"{path}: must be a folder below {self._weights}, where this pod has the weights")
         self._folder.mkdir(exist_ok=True)
-        _remove(self._folder.glob(".*"))  # of a process that died while it made one
+        _remove(self._folder.glob(".*"))  # of a process that died while it made or removed one
         try:
             links = chain(path)
             before = Fingerprints.of([link.path for link in links])
@@ -169,4 +169,6 @@ def _changes_size(way: _Way) -> int:
 
 def _remove(folders: Iterable[Path]) -> None:
     for folder in list(folders):
+        if folder.name[0] != ".":  # half of a copy must not bear its name
+            folder = folder.rename(folder.with_name(f".{folder.name}.removed"))
         shutil.rmtree(folder, ignore_errors=True)

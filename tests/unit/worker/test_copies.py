@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolloutfleet.engine.checkpoint import read_checkpoint
+from rolloutfleet.engine.checkpoint import read_checkpoint, tensors_in
 from rolloutfleet.engine.errors import CheckpointError, CheckpointGone
 from rolloutfleet.engine.versions import CHANGES_FILE, PIECE_BYTES
 from rolloutfleet.trainer import SavedVersion, deltas, prune_checkpoints
@@ -155,7 +155,7 @@ def test_a_version_that_vanishes_while_it_is_read_is_gone(
     tmp_path: Path, pod: Pod, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version = saved(tmp_path)[0]
-    read = making.tensors_in
+    read = tensors_in
 
     def pruned(file: Path) -> Any:
         found = read(file)
@@ -172,7 +172,7 @@ def test_a_folder_that_is_rewritten_while_it_is_read_is_refused(
     tmp_path: Path, pod: Pod, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = foreign_checkpoint(tmp_path / "weights" / "live", STATES[0])
-    read = making.tensors_in
+    read = tensors_in
 
     def rewritten(file: Path) -> Any:
         found = read(file)
