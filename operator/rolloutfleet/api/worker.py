@@ -27,6 +27,8 @@ class LocalCopy(BaseModel):
     """Folder of a full checkpoint that the engine loads."""
     version: int | None
     """As the folder's index calls it; None of a checkpoint without an index."""
+    delta: bool
+    """The version is one."""
     deltas: int
     """That were applied; 0: it was there already, or copied whole."""
     bytes_read: int

@@ -147,6 +147,7 @@ def _answer(path: Path, target: Link, began: float, *, way: _Way | None = None, 
     return LocalCopy(
         path=str(path),
         version=target.index.version if target.index is not None else None,
+        delta=target.index is not None and target.index.base is not None,
         deltas=len(way.deltas) if way is not None else 0,
         bytes_read=read,
         seconds=round(time.monotonic() - began, 3),
