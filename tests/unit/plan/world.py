@@ -257,8 +257,9 @@ class World:
                 if proof is not None and proof[0] == label:
                     self.proofs[uid] = (weight_label(version, fleet), *proof[1:])
             case CatchUp(pod_uid=uid, path=path, version=version, fleet=fleet, training_key=key):
-                has_worker = any("worker" in c["name"] for c in self._pod(uid)["spec"].get("initContainers", []))
-                assert action.copied is (has_worker and version > 0)
+                if not is_external(uid):
+                    workers = self._pod(uid)["spec"].get("initContainers", [])
+                    assert action.copied is (bool(workers) and version > 0)
                 if uid in self.weights:
                     assert all(self.url(uid) not in table for table in self.tables.values()), "loaded while routed"
                     assert not belongs_elsewhere(self.weights[uid][0], fleet), "loaded into another fleet's engine"
