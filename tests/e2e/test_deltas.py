@@ -39,7 +39,7 @@ torch.manual_seed(0)
 state = load_file(base + "/model.safetensors")
 def train():
     for name, tensor in state.items():
-        state[name] = (tensor.float() * (1 + 0.02 * torch.randn(tensor.shape) * (torch.rand(tensor.shape) < 0.05))).to(
+        state[name] = (tensor.float() * (1 + 2.0 * torch.randn(tensor.shape) * (torch.rand(tensor.shape) < 0.05))).to(
             tensor.dtype)
 writer = DeltaWriter(folder, base=base)
 found = []
