@@ -39,8 +39,8 @@ class Checkpoints(unittest.TestCase):
         self.assertEqual((path / "model.safetensors").stat().st_mode & 0o777, 0o644)
 
     def test_weights_that_are_no_numbers_are_refused_by_name_and_leave_nothing(self) -> None:
-        for poison in (float("nan"), float("inf")):
-            state = {**self.state, "b.weight": torch.tensor([1.0, poison])}
+        for poison, dtype in ((float("nan"), torch.float32), (-float("inf"), torch.bfloat16), (1e9, torch.float8_e5m2)):
+            state = {**self.state, "b.weight": torch.tensor([1.0, poison]).to(dtype)}
             with self.assertRaisesRegex(NonFiniteWeights, r"b\.weight"):
                 save_checkpoint(state, self.weights, version=1, base=self.base)
         self.assertEqual(list(self.weights.iterdir()), [])

@@ -30,9 +30,8 @@ from rolloutfleet.api.agent import (
 from rolloutfleet.trainer.checkpoints import prune_checkpoints, save_checkpoint
 from rolloutfleet.trainer.client import Fleet, connect
 from rolloutfleet.trainer.deltas import DeltaWriter, SavedVersion
-from rolloutfleet.trainer.errors import AgentUnreachable, FleetError, NotReady, Refused
+from rolloutfleet.trainer.errors import AgentUnreachable, FleetError, NonFiniteWeights, NotReady, Refused
 from rolloutfleet.trainer.groups import GroupError
-from rolloutfleet.trainer.host_tensors import NonFiniteWeights
 from rolloutfleet.trainer.sending import gather
 
 __all__ = [

@@ -7,14 +7,15 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rolloutfleet.engine.checkpoint import read_checkpoint
 from rolloutfleet.engine.errors import CheckpointError
 from rolloutfleet.engine.versions import INDEX_FILE, chain
-from rolloutfleet.trainer.host_tensors import named_tensors, on_host, write_safetensors
+from rolloutfleet.trainer.host_tensors import on_host, write_safetensors
+from rolloutfleet.trainer.tensors import Tensors
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +32,7 @@ def folder_name(version: int) -> str:
 
 
 def save_checkpoint(
-    model: torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    model: Tensors,
     folder: str | os.PathLike[str],
     *,
     version: int,
@@ -40,13 +41,12 @@ def save_checkpoint(
 ) -> Path:
     """Write `folder`/v000001 and return its path; `base` is the served model's folder (config, tokenizer).
 
-    Tensors are written as `dtype` (default: each as it is). Names must be the served model's. The folder appears by
-    one rename when all is on disk. Of tied tensors those are written that the base has. Raises NonFiniteWeights naming
-    a tensor, FileExistsError for a version that exists, FileNotFoundError for a base without config.json, and other
-    OSErrors with errno and path.
+    Floating tensors are written as `dtype` (default: each as it is). Names must be the served model's. The folder
+    appears by one rename when all is on disk. Of tied tensors those are written that the base has. Raises
+    NonFiniteWeights naming a tensor, FileExistsError for a version that exists, FileNotFoundError for a base without
+    config.json, and other OSErrors with errno and path.
     """
-    in_base = names_of(base)
-    tensors = {name: on_host(name, tensor, dtype) for name, tensor in named_tensors(model, in_base)}
+    tensors = dict(on_host(model, dtype, in_base=names_of(base)))
     with new_version(folder, version) as (target, partial):
         copy_model_files(Path(base), partial)
         write_safetensors(partial / TENSORS_FILE, tensors)

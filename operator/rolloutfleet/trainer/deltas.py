@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,8 @@ from rolloutfleet.engine.versions import (
     state_of,
 )
 from rolloutfleet.trainer.checkpoints import TENSORS_FILE, copy_model_files, names_of, new_version
-from rolloutfleet.trainer.host_tensors import HostTensor, named_tensors, on_host, write_safetensors
+from rolloutfleet.trainer.host_tensors import HostTensor, on_host, write_safetensors
+from rolloutfleet.trainer.tensors import Tensors
 
 if TYPE_CHECKING:
     import torch
@@ -95,17 +96,12 @@ class DeltaWriter:
         self._held: dict[str, _Held] = {}
         self._deltas = 0
 
-    def save(
-        self,
-        tensors: torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
-        *,
-        version: int,
-    ) -> SavedVersion:
-        """Raises what `save_checkpoint` raises; then nothing was written, and the next version is a full one."""
-        on_hosts = (
-            (name, on_host(name, tensor, self._dtype)) for name, tensor in named_tensors(tensors, self._in_base)
-        )
-        return self.save_from_host(on_hosts, version=version)
+    def save(self, tensors: Tensors, *, version: int) -> SavedVersion:
+        """Raises what `save_checkpoint` raises; then nothing was written, and the next version is a full one.
+
+        Of a sharded model (FSDP2) one process saves, while the others call `gather(model)`.
+        """
+        return self.save_from_host(on_host(tensors, self._dtype, in_base=self._in_base), version=version)
 
     def save_from_host(self, tensors: Iterable[tuple[str, HostTensor]], *, version: int) -> SavedVersion:
         """`save` for whoever has tensors as bytes already; they must not change afterwards."""

@@ -7,7 +7,9 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+
+from rolloutfleet.trainer.tensors import Tensors, held_here, refuse_non_finite, resident, stream
 
 if TYPE_CHECKING:
     import torch
@@ -34,10 +36,6 @@ _DTYPES = {
 """torch's names and those of safetensors."""
 
 
-class NonFiniteWeights(ValueError):
-    """A tensor holds NaN or an infinity: engines would serve noise at full speed."""
-
-
 @dataclass(frozen=True)
 class HostTensor:
     dtype: str
@@ -47,39 +45,40 @@ class HostTensor:
     """Bit patterns; its own, whatever becomes of the tensor."""
 
 
-def named_tensors(
-    tensors: torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], in_base: frozenset[str]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """All of them; of tied ones in a module or mapping those that the base has. An iterable is taken as it comes."""
-    import torch
+def on_host(
+    tensors: Tensors, dtype: torch.dtype | None, *, in_base: frozenset[str]
+) -> Iterator[tuple[str, HostTensor]]:
+    """Copies, floating ones as `dtype` if that is given; of tied ones in a module or mapping those that the base has.
 
-    if not isinstance(tensors, torch.nn.Module | Mapping):
-        yield from tensors
-        return
-    state = tensors.state_dict() if isinstance(tensors, torch.nn.Module) else tensors
+    A DTensor is gathered, which is a collective call. Raises NonFiniteWeights naming a tensor, and ValueError for a
+    type that no checkpoint has.
+    """
+    state = resident(tensors)
+    named = _without_ties(state, in_base) if state is not None else cast("Iterable[tuple[str, torch.Tensor]]", tensors)
+    for name, tensor in stream(named, dtype):
+        refuse_non_finite([(name, tensor)])
+        yield name, _copied(name, tensor)
+
+
+def _without_ties(state: Mapping[str, torch.Tensor], in_base: frozenset[str]) -> Iterator[tuple[str, torch.Tensor]]:
     written: set[int] = set()
     for name, tensor in sorted(state.items(), key=lambda item: item[0] not in in_base):
-        if tensor.data_ptr() in written and name not in in_base:
+        place = held_here(tensor).data_ptr()
+        if place in written and name not in in_base:
             continue  # tied to one that is written
-        written.add(tensor.data_ptr())
+        written.add(place)
         yield name, tensor
 
 
-def on_host(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> HostTensor:
-    """A copy, as `dtype` if that is given. Raises NonFiniteWeights, ValueError for a type that no checkpoint has."""
+def _copied(name: str, tensor: torch.Tensor) -> HostTensor:
     import numpy as np
     import torch
 
-    tensor = tensor.detach()
-    narrow = tensor.is_floating_point() and tensor.element_size() == 1
-    if not torch.isfinite(tensor.float() if narrow else tensor).all():
-        raise NonFiniteWeights(f"{name}: holds NaN or an infinity; nothing was written")
-    host = tensor.to(device="cpu", dtype=dtype or tensor.dtype).contiguous()
-    if host.data_ptr() == tensor.data_ptr():
-        host = host.clone()
-    kind = str(host.dtype).removeprefix("torch.")
+    kind = str(tensor.dtype).removeprefix("torch.")
     if kind not in _DTYPES:
-        raise ValueError(f"{name}: {host.dtype} has no name in safetensors; give dtype, for example torch.bfloat16")
+        raise ValueError(f"{name}: {tensor.dtype} has no name in safetensors; give dtype, for example torch.bfloat16")
+    # Always: what is on the host already is trained in place.
+    host = tensor.to(device="cpu", copy=True).contiguous()
     flat = host.reshape(-1).view(torch.uint8).numpy()
     return HostTensor(
         dtype=_DTYPES[kind], shape=tuple(host.shape), elements=flat.view(np.dtype(f"u{host.element_size()}"))
