@@ -58,7 +58,7 @@ class Updater:
         copies = await self._copied(request.path, deadline=began + request.timeout_seconds)
         seconds = {"copy": time.monotonic() - began} if copies is not None else {}
         # Engines load from it while they stand still, and must all find the same.
-        unchanged = Fingerprints.of([folder]) if copies is None and folder.is_dir() else None
+        unchanged = Fingerprints.of([folder]) if copies is None and folder.is_dir() else Fingerprints({})
         transaction = Transaction(
             fleet=self._fleet,
             leadership=self._leadership,
@@ -79,8 +79,7 @@ class Updater:
                 transaction.errors |= copies.errors
             await transaction.pause()
             await self._load(transaction, request.path, copies, compared=compared)
-            if unchanged is not None:
-                _refuse_what_changed(transaction, unchanged)
+            _refuse_what_changed(transaction, unchanged)
         except AgentError as error:  # we do not lead any more
             abandoned = error
         finally:
@@ -128,7 +127,7 @@ class Updater:
 
 def _refuse_what_changed(transaction: Transaction, unchanged: Fingerprints) -> None:
     try:
-        unchanged.require_same()
+        unchanged.require_same(*unchanged.taken)
     except (CheckpointError, OSError) as error:
         transaction.errors |= {participant.uid: str(error) for participant in transaction.alive()}
 

@@ -143,14 +143,14 @@ class Fingerprints:
     def of(cls, folders: list[Path]) -> Fingerprints:
         return cls({folder: fingerprint(folder) for folder in folders})
 
-    def require_same(self) -> None:
+    def require_same(self, *folders: Path) -> None:
         """Raises CheckpointError, CheckpointGone."""
-        for folder, before in self.taken.items():
+        for folder in folders:
             try:
                 now = fingerprint(folder)
             except FileNotFoundError as error:
                 raise CheckpointGone(f"{folder}: gone while it was read") from error
-            if now != before:
+            if now != self.taken[folder]:
                 raise CheckpointError(
                     f"{folder}: changed while it was read; a version's folder is written once: write it under another "
                     "name, rename it when it is complete, and never touch it again"

@@ -48,6 +48,11 @@ class _Way:
     deltas: tuple[Delta, ...]
     """Oldest first."""
 
+    @property
+    def reads(self) -> list[Path]:
+        """Folders of the weights volume."""
+        return [delta.path for delta in self.deltas] + ([] if self.local else [self.base])
+
 
 class Copies:
     """In a folder of the pod that nothing else writes to. Not for several threads or processes."""
@@ -104,7 +109,7 @@ class Copies:
         try:
             expected = target.index.tensors if target.index is not None else None
             tensors = make_copy(way.base, way.deltas, partial, expected=expected)
-            before.require_same()
+            before.require_same(*way.reads)
             index = VersionIndex(
                 version=target.index.version if target.index is not None else None,
                 state=state_of(tensors),

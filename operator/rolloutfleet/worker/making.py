@@ -40,32 +40,41 @@ def make_copy(
     out. Raises CheckpointError, OSError; then the target holds nothing of use.
     """
     found: dict[str, Tensor] = {}
-    with ExitStack() as stack:
-        changes = [stack.enter_context((delta.path / CHANGES_FILE).open("rb")).fileno() for delta in deltas]
-        pool = ThreadPoolExecutor(THREADS, thread_name_prefix="copy")
-        stack.callback(pool.shutdown, cancel_futures=True)
+    # The threads end before their files are closed: a number may be another file's by then.
+    with ExitStack() as files, _threads() as pool:
+        changes = [files.enter_context((delta.path / CHANGES_FILE).open("rb")).fileno() for delta in deltas]
         running = []
         for file in sorted(base.iterdir()):
             if file.suffix != ".safetensors":
                 if file.is_file() and file.name != INDEX_FILE:
                     shutil.copyfile(file, target / file.name)
                 continue
-            source = stack.enter_context(file.open("rb")).fileno()
+            source = files.enter_context(file.open("rb")).fileno()
             made = os.open(target / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-            stack.callback(os.close, made)
+            files.callback(os.close, made)
             tensors = tensors_in(file)
             begin = min((tensor.begin for tensor in tensors.values()), default=file.stat().st_size)
             _write(made, _read(source, begin, 0, file), 0, target / file.name)
             for name, tensor in tensors.items():
                 task = _Task(name, tensor, file, source, target / file.name, made, deltas, changes, expected)
                 running.append((name, pool.submit(task.run)))
-        if expected is not None:
-            wrong = expected.keys() ^ {name for name, _ in running}
-            if wrong:
-                raise CheckpointError(f"{base}: {min(wrong)} is in one of it and its deltas only")
+        names = {name for name, _ in running}
+        for known in (expected, *(delta.index.tensors for delta in deltas)):
+            if known is not None and known.keys() != names:
+                one = min(known.keys() ^ names)
+                raise CheckpointError(f"{base}: {one} is not in all of the versions that rest on each other")
         for name, future in running:
             found[name] = future.result()
     return found
+
+
+@contextmanager
+def _threads() -> Iterator[ThreadPoolExecutor]:
+    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="copy")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True)
