@@ -21,6 +21,9 @@ from rolloutfleet.engine.versions import Fingerprints
 from rolloutfleet.engine.worker import WorkerClient
 from rolloutfleet.plan.update import Participant
 
+COPY_SHARE = 0.7
+"""Of an update's time: what engines need after it is little, and must be left."""
+
 
 class Updater:
     """Updates of one fleet from disk, one at a time."""
@@ -55,7 +58,7 @@ class Updater:
         target = target_version(self._fleet, request)
         folder = checkpoint_folder(self._fleet, request.path, target)
         compared = compare_checkpoint(self._fleet, folder)
-        copies = await self._copied(request.path, deadline=began + request.timeout_seconds)
+        copies = await self._copied(request.path, deadline=began + COPY_SHARE * request.timeout_seconds)
         seconds = {"copy": time.monotonic() - began} if copies is not None else {}
         # Engines load from it while they stand still, and must all find the same.
         unchanged = Fingerprints.of([folder]) if copies is None and folder.is_dir() else Fingerprints({})

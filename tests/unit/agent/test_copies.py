@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
 
 import pytest
 
+from rolloutfleet.agent import copies
 from unit.agent.copies import write_deltas
 from unit.agent.world import World, play, refused_update, signed, wanted, write_checkpoint
 
@@ -92,6 +94,25 @@ def test_if_no_worker_can_copy_nothing_is_begun(tmp_path: Path) -> None:
         assert "no such folder" in error.details[0]
         assert world.cluster.written == []
         assert all(engine.asked == ["v1/copies"] for engine in world.engines)
+
+    play(tmp_path, story)
+
+
+def test_a_worker_that_hangs_leaves_time_for_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(world: World) -> None:
+        monkeypatch.setattr(copies, "STRAGGLER_SECONDS", 0.05)
+        world.keep_copies()
+        released = asyncio.Event()
+
+        async def hang() -> None:
+            await released.wait()
+
+        world.engines[0].before["v1/copies"] = hang
+        result = await world.updater.update(wanted(world))
+        released.set()
+        outcomes = {verdict.pod: verdict for verdict in result.engines}
+        assert "not done after" in outcomes[world.engines[0].pod].message
+        assert [verdict.outcome for verdict in outcomes.values()].count("Committed") == 2
 
     play(tmp_path, story)
 
