@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from rolloutfleet.control.store import trimmed
 from rolloutfleet.plan.actions import CatchUp
 from rolloutfleet.plan.failures import pod_trouble
+from rolloutfleet.plan.observed import engine_pod
 from unit.plan.world import World, rollout_server
 
 COPY = {"weights": {"volume": {"emptyDir": {}}, "mountPath": "/weights", "localCopy": {"sizeLimit": "40Gi"}}}
@@ -81,6 +83,12 @@ def test_engines_that_take_no_weights_have_no_worker(role: str) -> None:
     world = serving(groups=groups)
     workers = {name: "initContainers" in pod["spec"] for name, pod in world.pods.items()}
     assert workers == {name: "main" in name for name in world.pods if "router" not in name}
+
+
+def test_what_the_operator_keeps_of_a_pod_still_tells_of_its_worker() -> None:
+    pod = next(iter(serving().pods.values()))
+    assert engine_pod(pod).worker
+    assert engine_pod(trimmed("Pod", pod)) == engine_pod(pod)
 
 
 def commit_a_delta(world: World) -> None:
