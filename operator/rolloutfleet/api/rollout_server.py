@@ -141,6 +141,16 @@ class RolloutServerSpec(Model):
             _of_pairs("d.engine.pipelineParallel == 1 || d.engine.pipelineParallel == p.engine.pipelineParallel"),
             "groups: engine.pipelineParallel of a Decode group must be 1 or that of the Prefill groups (SGLang 0.5.23)",
         ),
+        Rule(
+            "!has(self.weights) || !has(self.weights.localCopy) || "
+            "self.groups.all(g, g.engine.nodes == 1 || !(g.role in ['Regular', 'Prefill', 'Decode']))",
+            "weights.localCopy: engines of several pods load from one path in all of them, and only rank 0's pod would "
+            "have the copy; leave it out, or set engine.nodes to 1",
+        ),
+        Rule(
+            "!has(self.weights) || !has(self.weights.localCopy) || !has(self.external)",
+            "weights.localCopy: engines of spec.external have no worker of ours beside them; make two RolloutServers",
+        ),
         _equal_in_pairs("page-size"),
         _equal_in_pairs("kv-cache-dtype"),
         _equal_in_pairs("disaggregation-transfer-backend"),
