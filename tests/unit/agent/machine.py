@@ -80,7 +80,7 @@ class Step:
     """Of the checkpoint."""
 
 
-def steps(engines: int) -> st.SearchStrategy[list[Step]]:
+def steps(engines: int, *, least: int = 0) -> st.SearchStrategy[list[Step]]:
     tags = st.just(TAGS) | st.lists(st.sampled_from(TAGS), min_size=1, unique=True).map(tuple)
     memory = ("release_memory_occupation", "resume_memory_occupation")
     others = ("pause_generation", "flush_cache", "continue_generation", "weights_checker", "model_info")
@@ -101,6 +101,7 @@ def steps(engines: int) -> st.SearchStrategy[list[Step]]:
             what=st.sampled_from(("operator", "generate", "pause", "engine restarts", "agent restarts")),
             engine=st.integers(0, engines - 1),
         ),
+        min_size=least,
         max_size=12,
     )
 
@@ -203,9 +204,9 @@ class Machine:
         await self.begin()
         try:
             for step in story:
-                await self._perform(step)
+                await self.perform(step)
                 await self.check()
-            await self._perform(Step("operator"))
+            await self.perform(Step("operator"))
             await self.check()
         finally:
             for life in self.lives:
@@ -250,7 +251,7 @@ class Machine:
 
     # Steps
 
-    async def _perform(self, step: Step) -> None:
+    async def perform(self, step: Step) -> None:
         match step.what:
             case "operator":
                 await self._operator_looks()
