@@ -36,8 +36,8 @@ def place(variable: str) -> Path:
 class Server:
     """One process group; `begin_anew` starts it, or takes it back to how it was."""
 
-    def __init__(self, folder: Path, models: Path, http: Http) -> None:
-        self._folder, self._models, self._http = folder, models, http
+    def __init__(self, folder: Path, models: Path, http: Http, *flags: str) -> None:
+        self._folder, self._models, self._http, self._flags = folder, models, http, flags
         self._process: subprocess.Popen[bytes] | None = None
         self.url = ""
         self.starts = 0
@@ -64,7 +64,7 @@ class Server:
             *(str(place("ENGINE") / "bin/python"), "-m", "sglang.launch_server"),
             *("--model-path", str(self._models / "m0"), "--load-format", "auto", "--weight-version", INITIAL_LABEL),
             *("--device", "cpu", "--skip-tokenizer-init", "--max-total-tokens", "2048", "--enable-memory-saver"),
-            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--host", "127.0.0.1", "--port", str(port), *self._flags),
         ]
         with (self._folder / "log").open("wb") as log:
             self._process = launch(arguments, environment, log)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, settings
 
@@ -79,6 +80,25 @@ def test_a_server_that_starts_anew_in_an_offloaded_fleet_is_offloaded(
         await machine.check()
 
     runner.run(story())
+
+
+def test_frozen_weights_come_back_from_host_memory_and_nobody_has_to_load_them(
+    runner: asyncio.Runner, http: Http, tmp_path: Path
+) -> None:
+    kept = Server(tmp_path, place("MODELS"), http, "--enable-weights-cpu-backup")
+
+    async def story() -> None:
+        machine = Machine([kept], place("MODELS"), http, frozen=True)
+        await machine.begin()
+        for step in (Step("offload"), Step("operator"), Step("onload")):
+            await machine.perform(step)
+            await machine.check()
+        assert await kept.client.ready(), "the agent itself has continued it"
+
+    try:
+        runner.run(story())
+    finally:
+        kept.end()
 
 
 def test_no_scheduler_dies_of_our_calls_and_what_is_recorded_is_what_is(

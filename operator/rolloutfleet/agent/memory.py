@@ -17,12 +17,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 
 from rolloutfleet.agent.errors import AgentError, conflict, unavailable
+from rolloutfleet.agent.gpu_memory import SharedGpus
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import APART, Fleet
 from rolloutfleet.agent.memory_record import MemoryRecord, ordered
+from rolloutfleet.agent.transaction import participant_of
 from rolloutfleet.api.agent import MemoryRequest, MemoryResult, MemoryTag
 from rolloutfleet.api.common import EnginePhase, Role
 from rolloutfleet.api.rollout_server import TrainingStatus, TrainingWeights, WeightsPhase
@@ -46,10 +48,18 @@ Failures = dict[str, str]
 class Memory:
     """Memory of one fleet's engines, one operation at a time."""
 
-    def __init__(self, *, fleet: Fleet, leadership: Leadership, engine: Callable[[str], EngineClient]) -> None:
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        leadership: Leadership,
+        engine: Callable[[str], EngineClient],
+        gpus: SharedGpus | None = None,
+    ) -> None:
         self._fleet = fleet
         self._leadership = leadership
         self._engine = engine
+        self._gpus = gpus or SharedGpus()
         self._record = MemoryRecord()
         self._training = TrainingStatus()
         """As this operation found it and has changed it since: what the fleet's watch reads meanwhile may be older."""
@@ -105,7 +115,7 @@ class Memory:
             self._refuse_without_saver()
             raise unavailable("NoEngines", f"RolloutServer {self._fleet.name} has no serving engine to offload")
         failed = await self._release(self._missing(request.tags), request.timeout_seconds)
-        return self._result(failed, started)
+        return self._result(failed, started, await self._gpus.freed())
 
     def _missing(self, tags: Iterable[MemoryTag]) -> dict[str, tuple[MemoryTag, ...]]:
         """What is left to release, by UID of the engine."""
@@ -130,6 +140,7 @@ class Memory:
         failed = await self._everywhere(engines, drain)
         idle = [engine for engine in engines if engine.pod not in failed]
         if idle:
+            await self._expect(idle, missing)
             going = {tag for engine in idle for tag in missing[engine.pod_uid]}
             await self._intend(
                 idle,
@@ -147,6 +158,23 @@ class Memory:
         await self._write()
         return failed
 
+    async def _expect(self, engines: Sequence[EngineStatus], missing: Mapping[str, Collection[MemoryTag]]) -> None:
+        """Note what engines on the trainer's GPUs are about to free."""
+        shared = {e.pod_uid: participant_of(g, e) for g, e in self._members() if g.spec.colocation is not None}
+        if not shared or not await self._gpus.look():
+            return
+        sizes: dict[str, list[int]] = {}
+
+        async def ask(engine: EngineStatus, client: EngineClient) -> None:
+            figures = await client.memory_figures()
+            size = sum(getattr(figures, tag) for tag in missing[engine.pod_uid])
+            sizes[engine.pod] = [size] * (shared[engine.pod_uid].ranks * shared[engine.pod_uid].pipeline_stages)
+
+        unknown = await self._everywhere([engine for engine in engines if engine.pod_uid in shared], ask)
+        for pod, problem in unknown.items():
+            logger.warning("%s does not say what it holds, so its release is not confirmed: %s", pod, problem)
+        self._gpus.expect(sizes)
+
     # Onload
 
     async def _onload(self, request: MemoryRequest) -> MemoryResult:
@@ -163,6 +191,7 @@ class Memory:
         engines = [e for e in self._record.with_released(self._known()) if asked & set(self._record.released(e))]
         if not engines and not asked & set(self._record.tags):
             return self._result({}, started)
+        self._gpus.expect({})
         failed = await self._resume(engines, asked, request.timeout_seconds)
         if not self._record.tags:
             failed |= await self._continue()
@@ -325,7 +354,7 @@ class Memory:
                 self._record.unchanged(engine)
             raise
 
-    def _result(self, failed: Failures, started: float) -> MemoryResult:
+    def _result(self, failed: Failures, started: float, freed: Mapping[str, int] | None = None) -> MemoryResult:
         tags = self._record.tags
         done = [
             e.pod for e in self._known() if self._record.takes_part(e) and set(tags) <= set(self._record.released(e))
@@ -334,6 +363,7 @@ class Memory:
             released=list(tags),
             engines=sorted(done) if tags else [],
             failed=failed,
+            freed_bytes=dict(freed or {}),
             seconds=round(time.monotonic() - started, 4),
         )
 

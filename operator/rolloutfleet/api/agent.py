@@ -234,9 +234,11 @@ class MemoryResult(Told):
     released: list[MemoryTag]
     """Tags that are released now."""
     engines: list[str]
-    """Pods that this was done on."""
+    """Pods that have released all of these."""
     failed: dict[str, str]
-    """Pods that fell out, and why; the operator replaces them."""
+    """Pods that could not do their part, and why. The operator replaces those of which nobody knows what they hold."""
+    freed_bytes: dict[str, int] = {}
+    """By UUID of the GPU, for an offload of engines on the trainer's GPUs, where the agent sees these."""
     seconds: float
 
 

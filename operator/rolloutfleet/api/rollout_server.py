@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from rolloutfleet.api.common import (
+    Colocation,
     Conditions,
     DrainSeconds,
     EngineSpec,
@@ -49,6 +50,22 @@ class GroupSpec(Model):
             "role Encoder: SGLang's encoders run in one pod and cannot release their memory; "
             "engine.nodes must be 1 and offload false",
         ),
+        Rule(
+            "!has(self.colocation) || !(self.role in ['Encoder', 'Placeholder'])",
+            "colocation: for engines that trade memory or weights with a trainer; roles Encoder and Placeholder do not",
+        ),
+        Rule(
+            "!has(self.colocation) || !has(self.colocation.resourceClaim) || !has(self.replicas) || "
+            "self.replicas <= 1 || self.colocation.resourceClaim.contains('{index}')",
+            "colocation.resourceClaim: must contain {index} for several replicas, since engines of one claim would all "
+            "take its first GPU",
+        ),
+        Rule(
+            "!has(self.colocation) || !has(self.colocation.resourceClaim) || self.engine.nodes == 1 || "
+            "self.colocation.resourceClaim.contains('{rank}')",
+            "colocation.resourceClaim: must contain {rank} for an engine of several nodes, since a claim's GPUs are on "
+            "one node",
+        ),
     )
 
     name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$", max_length=40)]
@@ -58,6 +75,8 @@ class GroupSpec(Model):
     engine: EngineSpec
     offload: bool = False
     """Start engines with SGLang's memory saver, so that the trainer may release and resume their memory."""
+    colocation: Colocation | None = None
+    """Set, if only to {}: the group runs on the trainer's GPUs."""
     template: Annotated[dict[str, Any], Opaque(fields=("metadata", "spec"))] | None = None
     """Pod template (metadata, spec) laid over the operator's by strategic merge: volumes, tolerations, ..."""
     recovery: RecoverySpec = RecoverySpec()

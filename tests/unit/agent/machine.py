@@ -180,6 +180,7 @@ class Machine:
     """By path of the checkpoint."""
     numbers: list[int] = field(default_factory=list)
     """How many lives each engine has had."""
+    frozen: bool = False
 
     async def begin(self) -> None:
         self.cluster = Cluster()
@@ -405,6 +406,7 @@ class Machine:
             "metadata": {"name": "qwen", "namespace": "rl", "uid": SERVER_UID},
             "spec": {
                 "model": {"path": str(self.models / "m0")},
+                "updateWeights": not self.frozen,
                 "groups": [group],
                 "weights": {"volume": {"emptyDir": {}}, "mountPath": str(self.models)},
             },

@@ -105,6 +105,30 @@ encoder_groups = st.fixed_dictionaries(
 )
 
 
+colocated_groups = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(("Regular", "Encoder", "Placeholder")),
+        "engine": st.fixed_dictionaries({"nodes": st.integers(1, 2)}),
+    },
+    optional={
+        "replicas": st.integers(0, 3),
+        "colocation": st.fixed_dictionaries(
+            {}, optional={"resourceClaim": st.sampled_from(("gpus", "{index}", "g-{rank}", "{rank}.{index}", "index"))}
+        ),
+    },
+)
+
+
+def colocation_fits_the_role(group: dict[str, Any]) -> bool:
+    return "colocation" not in group or group["role"] == "Regular"
+
+
+def claims_are_enough(placeholder: str, group: dict[str, Any]) -> bool:
+    claim = group.get("colocation", {}).get("resourceClaim", placeholder)
+    several = group.get("replicas", 1) > 1 if placeholder == "{index}" else group["engine"]["nodes"] > 1
+    return placeholder in claim or not several
+
+
 def encoder_is_plain(group: dict[str, Any]) -> bool:
     return group["role"] != "Encoder" or not (group["offload"] or group["engine"]["nodes"] != 1)
 
@@ -209,6 +233,9 @@ TWINS = (
     Twin("engine.image: required", whole_groups, lambda g: "image" in g["engine"] or g["role"] == "Placeholder"),
     Twin("role Placeholder: runs no engine", whole_groups, placeholder_is_plain),
     Twin("role Encoder: SGLang's encoders", encoder_groups, encoder_is_plain),
+    Twin("colocation: for engines that trade", colocated_groups, colocation_fits_the_role),
+    Twin("colocation.resourceClaim: must contain {index}", colocated_groups, partial(claims_are_enough, "{index}")),
+    Twin("colocation.resourceClaim: must contain {rank}", colocated_groups, partial(claims_are_enough, "{rank}")),
     Twin("groups: of engine.tensorParallel", shaped_groups, tensors_pair),
     Twin("groups: engine.pipelineParallel of a Decode", shaped_groups, pipelines_pair),
     Twin("groups: role Encoder serves", role_groups, encoders_have_users),
