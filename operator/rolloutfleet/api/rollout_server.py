@@ -56,9 +56,10 @@ class GroupSpec(Model):
         ),
         Rule(
             "!has(self.colocation) || !has(self.colocation.resourceClaim) || !has(self.replicas) || "
-            "self.replicas <= 1 || self.colocation.resourceClaim.contains('{index}')",
-            "colocation.resourceClaim: must contain {index} for several replicas, since engines of one claim would all "
-            "take its first GPU",
+            "self.replicas <= 1 || self.colocation.resourceClaim.contains('{index}') || "
+            "(has(self.colocation.request) && self.colocation.request.contains('{index}'))",
+            "colocation.request, or resourceClaim: must contain {index} for several replicas, since all of them would "
+            "take the first GPU",
         ),
         Rule(
             "!has(self.colocation) || !has(self.colocation.resourceClaim) || self.engine.nodes == 1 || "

@@ -203,8 +203,14 @@ def _gpus(spec: ServerGroupSpec, index: int, rank: int) -> tuple[dict[str, Any],
         return {}, {"requests": dict(own), "limits": dict(own)}
     if spec.colocation.resource_claim is None:
         return {}, {}
-    name = spec.colocation.resource_claim.replace("{index}", str(index)).replace("{rank}", str(rank))
-    return {"resourceClaims": [{"name": CLAIM, "resourceClaimName": name}]}, {"claims": [{"name": CLAIM}]}
+
+    def named(template: str) -> str:
+        return template.replace("{index}", str(index)).replace("{rank}", str(rank))
+
+    request = spec.colocation.request
+    claim = {"name": CLAIM, **({"request": named(request)} if request is not None else {})}
+    pod = {"resourceClaims": [{"name": CLAIM, "resourceClaimName": named(spec.colocation.resource_claim)}]}
+    return pod, {"claims": [claim]}
 
 
 def _shared_memory(spec: ServerGroupSpec) -> dict[str, Any]:

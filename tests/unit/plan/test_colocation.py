@@ -27,6 +27,12 @@ def test_a_colocated_engine_references_the_trainers_claim_and_requests_no_gpu_of
         assert engine(spec)["resources"] == {"claims": [{"name": "rolloutfleet-gpus"}]}
 
 
+def test_engines_of_one_claim_see_the_gpus_of_their_own_request() -> None:
+    for index, spec in enumerate(pods(colocation={"resourceClaim": "qwen-gpus", "request": "gpu-{index}"})):
+        assert spec["resourceClaims"] == [{"name": "rolloutfleet-gpus", "resourceClaimName": "qwen-gpus"}]
+        assert engine(spec)["resources"] == {"claims": [{"name": "rolloutfleet-gpus", "request": f"gpu-{index}"}]}
+
+
 def test_without_a_claim_the_template_says_how_an_engine_gets_to_the_trainers_gpus() -> None:
     container = {"name": "engine", "env": [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "0"}]}
     (spec,) = pods(replicas=1, colocation={}, template={"spec": {"containers": [container]}})
