@@ -61,9 +61,9 @@ def _device(nvml: ctypes.CDLL, index: int) -> tuple[str, int]:
     return uuid.value.decode(), int(memory.used)
 
 
-def _check(code: int, function: str) -> None:
-    if code:
-        raise OSError(f"{function}: NVML error {code}")
+def _check(error: int, function: str) -> None:
+    if error:
+        raise OSError(f"{function}: NVML error {error}")
 
 
 @dataclass(frozen=True)
