@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 
@@ -39,6 +40,10 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
 LATE_SECONDS = 20.0
 """For an engine that has come back while the fleet is offloaded: an onload may be waiting behind it."""
+
+RECOGNIZE_SECONDS = 10.0
+CALL_SECONDS = 60.0
+"""For a release, which takes tens of milliseconds: what is not answered by then costs the engine."""
 
 Step = Callable[[EngineStatus, EngineClient], Awaitable[None]]
 Failures = dict[str, str]
@@ -131,11 +136,13 @@ class Memory:
         self._record.held(engines)
         await self._write("Releasing")
 
+        end = time.monotonic() + seconds
+
         async def drain(engine: EngineStatus, client: EngineClient) -> None:
-            await client.require_fleet(self._fleet.id)
+            await client.require_fleet(self._fleet.id, seconds=RECOGNIZE_SECONDS)
             if engine.pod_uid in fresh:
                 await client.pause("abort", seconds=seconds)
-                await client.flush_cache(wait_seconds=int(seconds))
+                await client.flush_cache(wait_seconds=max(math.ceil(end - time.monotonic()), 1))
 
         failed = await self._everywhere(engines, drain)
         idle = [engine for engine in engines if engine.pod not in failed]
@@ -151,7 +158,7 @@ class Memory:
 
             async def release(engine: EngineStatus, client: EngineClient) -> None:
                 tags = missing[engine.pod_uid]
-                await self._call(engine, client.release_memory(tags, seconds=seconds))
+                await self._call(engine, client.release_memory(tags, seconds=CALL_SECONDS))
                 self._record.now(engine, {*self._record.released(engine), *tags})
 
             failed |= await self._in_waves(idle, release, "Releasing")
@@ -200,7 +207,7 @@ class Memory:
 
     async def _resume(self, engines: Sequence[EngineStatus], asked: set[MemoryTag], seconds: float) -> Failures:
         async def recognize(_: EngineStatus, client: EngineClient) -> None:
-            await client.require_fleet(self._fleet.id)
+            await client.require_fleet(self._fleet.id, seconds=RECOGNIZE_SECONDS)
 
         failed = await self._everywhere(engines, recognize)
         ours = [engine for engine in engines if engine.pod not in failed]
@@ -221,7 +228,7 @@ class Memory:
         resident = [e for e in self._known() if self._record.takes_part(e) and not self._record.released(e)]
 
         async def go_on(engine: EngineStatus, client: EngineClient) -> None:
-            await client.require_fleet(self._fleet.id)
+            await client.require_fleet(self._fleet.id, seconds=RECOGNIZE_SECONDS)
             if await client.checksum() != expected.get(engine.pod_uid):
                 raise EngineError(
                     f"its weights are not those of version {self._fleet.committed_version}; it stays paused until the "

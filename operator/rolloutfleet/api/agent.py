@@ -228,6 +228,8 @@ class MemoryRequest(Wire):
 
     tags: Annotated[list[MemoryTag], Field(min_length=1)] = ["weights", "kv_cache", "cuda_graph"]
     timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 120.0
+    """For an offload: until engines must be idle. For an onload: until memory must be there again; if it is not by
+    then, the engine is given up."""
 
 
 class MemoryResult(Told):
