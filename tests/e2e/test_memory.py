@@ -19,7 +19,6 @@ from e2e.fleets import (
 )
 from e2e.support import Kubectl, eventually
 
-
 EVERYTHING = ["weights", "kv_cache", "cuda_graph"]
 
 

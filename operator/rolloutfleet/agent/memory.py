@@ -87,7 +87,7 @@ class Memory:
             if busy or training is None or training.memory is None or training.memory.phase == "Resident":
                 continue
             try:
-                await self._leadership.alone(self.look())
+                await self._leadership.alone(self.look(), unasked=True)
             except (AgentError, ApiError) as error:
                 logger.warning("memory of %s: %s", self._fleet.name, error)
 

@@ -411,6 +411,31 @@ def test_an_engine_that_comes_back_to_an_offloaded_fleet_is_offloaded(tmp_path: 
     play(tmp_path, story, engines=2)
 
 
+def test_an_update_waits_for_an_engine_that_is_being_offloaded_after_the_others(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        back = world.engines[0]
+        await world.memory.offload(of("kv_cache"))
+        back.released, back.paused, back.uid = set(), False, "uid-of-a-later-life"
+        world.change_engine(0, podUid=back.uid, phase="Held")
+        releasing, gate = asyncio.Event(), asyncio.Event()
+
+        async def wait() -> None:
+            releasing.set()
+            await gate.wait()
+
+        back.before["release_memory_occupation"] = wait
+        look = asyncio.create_task(world.leadership.alone(world.memory.look(), unasked=True))
+        await releasing.wait()
+        update = asyncio.create_task(world.updater.update(wanted(world)))
+        await asyncio.sleep(0)
+        gate.set()
+        await look
+        assert (await update).committed
+        assert [engine.paused for engine in world.engines] == [True, True]
+
+    play(tmp_path, story, engines=2)
+
+
 def clash() -> None:
     """The operator writes the same object again and again."""
     raise Conflict("changed meanwhile", status=409)
