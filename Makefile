@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE := 1
 
 ARGS ?=
 
-.PHONY: help quickstart down test bench-recovery bench-router bench-scale chaos lint unit e2e generate format tools dev images up status api-server
+.PHONY: help quickstart down test bench-recovery bench-router bench-scale chaos lint unit e2e generate format with-engine tools dev images up status api-server
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
@@ -26,7 +26,7 @@ test: tools dev ## all tests: lint, types, layers, unit, end to end on a real cl
 
 lint: dev ## ruff, mypy --strict, import-linter
 	@$(DEV)/bin/ruff check operator tests docs && $(DEV)/bin/ruff format --check operator tests docs
-	@$(DEV)/bin/mypy operator tests/unit tests/e2e tests/bench tests/chaos tests/api_server
+	@$(DEV)/bin/mypy operator tests/unit tests/e2e tests/bench tests/chaos tests/api_server tests/with_engine
 	@$(DEV)/bin/lint-imports
 
 unit: dev ## unit and property tests, no cluster
@@ -34,6 +34,10 @@ unit: dev ## unit and property tests, no cluster
 
 api-server: tools dev ## the operator against a real API server: it dies at each of its calls; no cluster
 	@$(PYTHON) -m pytest tests/api_server
+
+with-engine: tools dev ## the agent's memory operations on one real SGLang server, no cluster (3 minutes)
+	@bash $(CLUSTER) engine-env && . tests/cluster/common.sh && \
+	  ENGINE=$$ENGINE MODELS=$$MODELS $(PYTHON) -m pytest tests/with_engine
 
 e2e: tools dev ## end-to-end tests; uses KUBECONFIG if set, else the local cluster
 	@bash tests/run.sh e2e

@@ -9,7 +9,7 @@ if [ "$what" = all ]; then
   say "lint, types, layers"
   "$dev/bin/ruff" check -q operator tests docs
   "$dev/bin/ruff" format -q --check operator tests docs
-  "$dev/bin/mypy" operator tests/unit tests/e2e tests/bench tests/chaos tests/api_server
+  "$dev/bin/mypy" operator tests/unit tests/e2e tests/bench tests/chaos tests/api_server tests/with_engine
   "$dev/bin/lint-imports" >/dev/null || "$dev/bin/lint-imports"
   say "unit and property tests"
   "$dev/bin/python" -m pytest tests/unit
@@ -30,6 +30,8 @@ else
   bash tests/cluster/cluster load-image "$IMAGES"/{operator,agent,router,engine-cpu,trainer-example}.tar
   say "trainer library with torch"
   PYTHONPATH=operator "$ENGINE/bin/python" -m unittest discover -q -s tests/with_torch -t tests/with_torch
+  say "the agent and one real engine"
+  ENGINE=$ENGINE MODELS=$MODELS "$dev/bin/python" -m pytest tests/with_engine
 fi
 say "end-to-end tests"
 "$dev/bin/python" -m pytest tests/e2e

@@ -7,8 +7,19 @@ from typing import Any
 
 import pytest
 
-from e2e.fleets import Trainer, TrainerError, await_routable, engines, paused, rollout_server, trainer_pod
+from e2e.fleets import (
+    START_SECONDS,
+    Trainer,
+    TrainerError,
+    await_routable,
+    engines,
+    paused,
+    rollout_server,
+    trainer_pod,
+)
 from e2e.support import Kubectl, eventually
+
+EVERYTHING = ["weights", "kv_cache", "cuda_graph"]
 
 
 def offloading_server() -> dict[str, Any]:
@@ -50,6 +61,22 @@ def test_memory_is_released_and_resumed_once_however_often_it_is_asked_for(
     assert group["samples"][0]["weight_versions"] == [{"version": 1, "start": 0, "end": 4}]
     (after,) = engines(space, "mem-main")
     assert (after["pod"], after["restarts"]) == (before["pod"], 0), "the engine lived through all of it"
+    await_routable(space, "mem", 1, seconds=30)
+
+    trainer("fleet.offload()")
+    space("delete", "pod", after["pod"], "--force", "--grace-period=0")
+    memory = eventually(
+        lambda: space.json("get", "ros", "mem")["status"]["training"]["memory"]["engines"],
+        START_SECONDS,
+        "the engine that came back is offloaded too",
+        accept=lambda entries: (
+            [entry["pod"] != after["pod"] and entry["released"] for entry in entries] == [EVERYTHING]
+        ),
+    )
+    assert memory[0]["state"] == "Known"
+    assert trainer("fleet.onload('weights')")["failed"] == {}
+    assert trainer("fleet.update_weights('/weights/m1', version=2)")["version"] == 2
+    assert trainer("fleet.onload()")["failed"] == {}
     await_routable(space, "mem", 1, seconds=30)
     space("delete", "ros", "mem")
     space("delete", "pods", "--all", "--force", "--grace-period=0")

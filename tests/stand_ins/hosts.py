@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from rolloutfleet.api.names import ENGINE_PORT
+from stand_ins.sglang import Died
 
 SLOW = {"/update_weights_from_disk": 0.05, "/weights_checker": 0.01}
 """Seconds that an answer takes, for calls that are not instantaneous in any engine."""
@@ -70,7 +71,12 @@ class Hosts:
             if request.transport is not None:
                 request.transport.abort()
             return web.Response(status=500)
-        status, answer = program.answer(request.method, request.path, body)
+        try:
+            status, answer = program.answer(request.method, request.path, body)
+        except Died:
+            if request.transport is not None:
+                request.transport.abort()
+            return web.Response(status=500)
         if request.method != "GET":
             self._asked(address, request.path)
         return web.json_response(answer, status=status)

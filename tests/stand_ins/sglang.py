@@ -16,6 +16,14 @@ def checksum_of(path: str) -> str:
     return f"of-{path}"
 
 
+TAGS = frozenset({"weights", "kv_cache", "cuda_graph"})
+"""Of memory that can be released."""
+
+
+class Died(Exception):
+    """In place of an answer: the scheduler is dead, and the server with it."""
+
+
 class Engine:
     """One process of SGLang, started with these flags."""
 
@@ -27,6 +35,8 @@ class Engine:
         """Of the checkpoint that is loaded: what the weights really are."""
         self.label = self.value("--weight-version", "default")
         self.paused = False
+        self.released: frozenset[str] = frozenset()
+        self.dead = False
         self.served: list[str] = []
         """Requests, by their `rid`."""
 
@@ -39,6 +49,8 @@ class Engine:
         return ord(self.path[-1])
 
     def answer(self, method: str, path: str, body: Any) -> Answer:
+        if self.dead:
+            raise Died
         route = f"{method} {path.partition('?')[0]}"
         if self.encoder and route != "GET /health":
             return 404, {"error": route}
@@ -68,12 +80,27 @@ class Engine:
             case "POST /update_weights_from_disk":
                 self.path, self.label = str(body["model_path"]), str(body["weight_version"])
                 return 200, {"success": True, "message": "Succeeded to update model weights."}
+            case "POST /release_memory_occupation":
+                return self._move_memory(frozenset(body.get("tags") or TAGS), release=True)
+            case "POST /resume_memory_occupation":
+                return self._move_memory(frozenset(body.get("tags") or TAGS), release=False)
             case "POST /update_weight_version":
                 self.label = str(body["new_version"])
                 return 200, {"success": True}
             case "POST /generate":
                 return 200, self._generated(body)
         return 404, {"error": route}
+
+    def _move_memory(self, tags: frozenset[str], *, release: bool) -> Answer:
+        """Not idempotent; without the memory saver nothing happens, and the answer is the same."""
+        if "--enable-memory-saver" in self._flags:
+            if (tags & self.released) if release else (tags - self.released):
+                self.dead = True
+                raise Died
+            self.released = self.released | tags if release else self.released - tags
+            if release and "weights" in tags and "--enable-weights-cpu-backup" not in self._flags:
+                self.path = "/garbage"
+        return 200, None
 
     def _server_info(self) -> dict[str, Any]:
         port = self.value("--disaggregation-bootstrap-port")
@@ -82,6 +109,7 @@ class Engine:
             "disaggregation_bootstrap_port": int(port) if port else None,
             "tp_size": 1,
             "pp_size": 1,
+            "enable_memory_saver": "--enable-memory-saver" in self._flags,
             "version": "stand-in",
         }
 

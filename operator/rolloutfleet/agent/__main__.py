@@ -68,6 +68,7 @@ async def run(settings: Settings) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     tasks = [asyncio.create_task(role.fleet.watch()) for role in roles.values()]
     tasks += [asyncio.create_task(role.leadership.run()) for role in roles.values()]
+    tasks += [asyncio.create_task(role.memory.watch()) for role in roles.values()]
     waiting = asyncio.create_task(stop.wait())
     done, _ = await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
 

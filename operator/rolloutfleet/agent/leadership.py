@@ -30,6 +30,8 @@ class Leadership:
         self._fleet = fleet
         self.operations = asyncio.Lock()
         """Held by an update, offload or onload: each writes the whole of status.training and pauses engines."""
+        self.unasked = False
+        """The operation that runs, or was the last one, is the agent's own: who asks for another one waits for it."""
         self.lease = LeaseHolder(api=api, namespace=namespace, name=trainer_name(fleet.name), identity=identity)
 
     async def run(self) -> None:
@@ -47,11 +49,12 @@ class Leadership:
                     logger.warning("lease of %s: %s", self._fleet.name, error)
             await asyncio.sleep(CONTEND_SECONDS)
 
-    async def alone(self, operation: Coroutine[Any, Any, Result]) -> Result:
+    async def alone(self, operation: Coroutine[Any, Any, Result], *, unasked: bool = False) -> Result:
         """One operation on the fleet at a time, each in a task of its own: it ends even if the caller goes away."""
 
         async def locked() -> Result:
             async with self.operations:
+                self.unasked = unasked
                 return await operation
 
         return await asyncio.shield(asyncio.ensure_future(locked()))

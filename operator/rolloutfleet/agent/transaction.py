@@ -80,9 +80,9 @@ class Transaction:
         """Where the transfer is done by requests: when the first could begin."""
         self._paused_at: float | None = None
         self._before = fleet.training
-        memory = self._before.memory
-        # Engines whose memory is released are paused already, and go on when the last tag is resident.
-        self._released = memory is not None and bool(memory.tags)
+        memory = self._before.memory.engines if self._before.memory else ()
+        self._offloaded = {entry.uid for entry in memory if entry.released}
+        """Engines whose memory is released are paused already, and go on when the last tag is resident."""
         self._previous = self._before.weights or TrainingWeights(phase=WeightsPhase.COMMITTED, version=0)
         self._previous_checksums = fleet.committed_checksums()
         self._intent = self._previous
@@ -139,15 +139,16 @@ class Transaction:
         self._paused_at = time.monotonic()
         mode = self._options.pause_mode
 
-        async def pause(_: Participant, engine: EngineClient, seconds: float) -> None:
+        async def pause(participant: Participant, engine: EngineClient, seconds: float) -> None:
+            if participant.uid in self._offloaded:
+                return
             await engine.pause(MODES[mode], seconds=seconds)
             if mode == "Retract":
                 await engine.flush_cache()
             elif mode == "Abort":
                 await engine.flush_cache(wait_seconds=int(seconds))
 
-        if not self._released:
-            await self.everywhere(pause, within=PAUSE_SECONDS)
+        await self.everywhere(pause, within=PAUSE_SECONDS)
         self.seconds["pause"] = time.monotonic() - self._paused_at
 
     async def everywhere(
@@ -214,8 +215,7 @@ class Transaction:
         self.seconds["verify"] = time.monotonic() - clock
         # Where this cannot be written, whether they lead or not is not known: the operator restores the fleet.
         await self._commit(outcome, sent_bytes)
-        if not self._released:
-            await self._continue(outcome.survivors)
+        await self._continue([survivor for survivor in outcome.survivors if survivor.uid not in self._offloaded])
         if self._paused_at is not None:
             self.seconds["paused"] = time.monotonic() - self._paused_at
         await self._tell(outcome)
@@ -377,14 +377,17 @@ def participant_of(group: ServerGroup, engine: EngineStatus) -> Participant:
 def participants_in(fleet: Fleet) -> list[Participant]:
     """Engines that may be answering requests, or could be by the time an update ends."""
     training = fleet.training
-    held = set(training.memory.uids) if training.memory else set()
+    memory = training.memory.engines if training.memory else ()
+    held = {entry.uid for entry in memory}
+    # There is nothing that weights could be written to, or nobody knows.
+    untouchable = {entry.uid for entry in memory if entry.state != "Known" or "weights" in entry.released}
     if training.weights is not None:
         # Proved by our own last update: status may not say Serving again yet.
         held |= {verdict.uid for verdict in training.weights.engines if verdict.outcome == "Committed"}
     return [
         participant_of(group, engine)
         for group, engine in fleet.trained_engines()
-        if engine.url and _takes_part(engine, fleet.committed_version, held)
+        if engine.url and engine.pod_uid not in untouchable and _takes_part(engine, fleet.committed_version, held)
     ]
 
 

@@ -136,7 +136,7 @@ def _refuse_what_changed(transaction: Transaction, unchanged: Fingerprints) -> N
 
 
 def refuse_beside_another(fleet: Fleet, leadership: Leadership) -> None:
-    if leadership.operations.locked():
+    if leadership.operations.locked() and not leadership.unasked:
         raise conflict(
             "UpdateInProgress", f"an update, offload or onload of {fleet.name} is running; wait for its answer"
         )

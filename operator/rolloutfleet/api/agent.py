@@ -228,15 +228,19 @@ class MemoryRequest(Wire):
 
     tags: Annotated[list[MemoryTag], Field(min_length=1)] = ["weights", "kv_cache", "cuda_graph"]
     timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 120.0
+    """For an offload: until engines must be idle. For an onload: until memory must be there again; if it is not by
+    then, the engine is given up."""
 
 
 class MemoryResult(Told):
     released: list[MemoryTag]
     """Tags that are released now."""
     engines: list[str]
-    """Pods that this was done on."""
+    """Pods that have released all of these."""
     failed: dict[str, str]
-    """Pods that fell out, and why; the operator replaces them."""
+    """Pods that could not do their part, and why. The operator replaces those of which nobody knows what they hold."""
+    freed_bytes: dict[str, int] = {}
+    """By UUID of the GPU, for an offload of engines on the trainer's GPUs, where the agent sees these."""
     seconds: float
 
 

@@ -148,6 +148,29 @@ class EngineSpec(Model):
         return self.tensor_parallel * self.pipeline_parallel // self.nodes
 
 
+_PART = r"([-a-z0-9.]|\{index\}|\{rank\})"
+_END = r"([a-z0-9]|\{index\}|\{rank\})"
+
+
+class Colocation(Model):
+    """Engines on the trainer's own GPUs: their pods request none."""
+
+    rules = (Rule("has(self.resourceClaim) || !has(self.request)", "colocation.request: of which resourceClaim?"),)
+
+    resource_claim: Annotated[str, Field(pattern=f"^{_END}({_PART}*{_END})?$", max_length=253)] | None = None
+    """A ResourceClaim of this namespace that the trainer's pod references as well: both get its GPUs. `{index}` stands
+    for the engine's index in its group, `{rank}` for the pod's rank. Absent: `template` says how pods get to the
+    trainer's GPUs."""
+    request: Annotated[str, Field(pattern=f"^{_END}({_PART}*{_END})?$", max_length=63)] | None = None
+    """The request of that claim whose GPUs an engine sees, for example gpu-{index}: all engines and the trainer then
+    share one claim, which is allocated as a whole. Absent: all GPUs of the claim."""
+    shared_memory: (
+        Annotated[str, Field(pattern=r"^/dev/shm/[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=128)] | None
+    ) = None
+    """A folder of the node, made where it is missing, that engines see as their /dev/shm: what CUDA IPC needs between
+    two pods. The trainer's pod asks for the same one by the annotation rolloutfleet.dev/shared-memory."""
+
+
 class EngineFacts(Model):
     """What an engine says of how it was started (SGLang's /server_info)."""
 

@@ -43,6 +43,8 @@ ANNOTATION_RESUME = f"{GROUP}/resume"
 ANNOTATION_TEST_FLEET = f"{GROUP}/test-fleet"
 """Of a RolloutServer, "true": faults may be injected into its engines."""
 ANNOTATION_ROLLOUT_SERVERS = f"{GROUP}/rollout-servers"
+ANNOTATION_SHARED_MEMORY = f"{GROUP}/shared-memory"
+"""Of a trainer's pod: the folder of the node that its containers are to see as /dev/shm (colocation.sharedMemory)."""
 
 GATE_ROUTABLE = f"{GROUP}/Routable"
 

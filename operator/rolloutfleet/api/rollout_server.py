@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from rolloutfleet.api.common import (
+    Colocation,
     Conditions,
     DrainSeconds,
     EngineSpec,
@@ -49,6 +50,23 @@ class GroupSpec(Model):
             "role Encoder: SGLang's encoders run in one pod and cannot release their memory; "
             "engine.nodes must be 1 and offload false",
         ),
+        Rule(
+            "!has(self.colocation) || !(self.role in ['Encoder', 'Placeholder'])",
+            "colocation: for engines that trade memory or weights with a trainer; roles Encoder and Placeholder do not",
+        ),
+        Rule(
+            "!has(self.colocation) || !has(self.colocation.resourceClaim) || !has(self.replicas) || "
+            "self.replicas <= 1 || self.colocation.resourceClaim.contains('{index}') || "
+            "(has(self.colocation.request) && self.colocation.request.contains('{index}'))",
+            "colocation.request, or resourceClaim: must contain {index} for several replicas, since all of them would "
+            "take the first GPU",
+        ),
+        Rule(
+            "!has(self.colocation) || !has(self.colocation.resourceClaim) || self.engine.nodes == 1 || "
+            "self.colocation.resourceClaim.contains('{rank}')",
+            "colocation.resourceClaim: must contain {rank} for an engine of several nodes, since a claim's GPUs are on "
+            "one node",
+        ),
     )
 
     name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$", max_length=40)]
@@ -58,6 +76,8 @@ class GroupSpec(Model):
     engine: EngineSpec
     offload: bool = False
     """Start engines with SGLang's memory saver, so that the trainer may release and resume their memory."""
+    colocation: Colocation | None = None
+    """Set, if only to {}: the group runs on the trainer's GPUs."""
     template: Annotated[dict[str, Any], Opaque(fields=("metadata", "spec"))] | None = None
     """Pod template (metadata, spec) laid over the operator's by strategic merge: volumes, tolerations, ..."""
     recovery: RecoverySpec = RecoverySpec()
@@ -224,17 +244,35 @@ class TrainingWeights(Model):
     """Verdicts of the last update."""
 
 
+MemoryTags = Annotated[tuple[Literal["weights", "kv_cache", "cuda_graph"], ...], Field(max_length=3)]
+
+
+class EngineMemory(Model):
+    """Memory of one life of one engine. SGLang does not tell what it has released, and dies of a call too many."""
+
+    pod: Annotated[str, Field(max_length=253)]
+    """Pod of rank 0."""
+    uid: Annotated[str, Field(max_length=64)]
+    """Its UID: a later life of the engine has released nothing."""
+    state: Literal["Known", "Changing", "Unknown"] = "Known"
+    """Changing: a release or resume is under way; if the agent that began it has died nobody can know how it ended.
+    Unknown: nobody knows. The operator replaces such an engine, and no other."""
+    released: MemoryTags = ()
+    """What is released; unless Known, what was before the call."""
+
+
 class TrainingMemory(Model):
     """What the trainer has released on the engines."""
 
     phase: Literal["Resident", "Releasing", "Released", "Resuming"]
-    tags: Annotated[list[Literal["weights", "kv_cache", "cuda_graph"]], Field(max_length=3), ListSet()] = []
-    """Tags that are released, or about to be released or resumed."""
-    engines: Annotated[list[Annotated[str, Field(max_length=253)]], Field(max_length=2048), ListSet()] = []
-    """Rank 0 pods that this applies to."""
-    uids: Annotated[list[Annotated[str, Field(max_length=64)]], Field(max_length=2048), ListSet()] = []
-    """UIDs of those pods: a later life of an engine has released nothing."""
-    deadline: Annotated[str, Field(max_length=64)] = ""
+    tags: MemoryTags = ()
+    """What the trainer wants to be released: an engine that comes back meanwhile is brought there too."""
+    engines: Annotated[tuple[EngineMemory, ...], Field(max_length=2048)] = ()
+    """Those that take part. One list with one owner: an entry for each in managedFields would double its size."""
+
+    @property
+    def uids(self) -> list[str]:
+        return [engine.uid for engine in self.engines]
 
 
 class LastUpdate(Model):

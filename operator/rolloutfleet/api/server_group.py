@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from rolloutfleet.api.common import (
+    Colocation,
     Conditions,
     DrainSeconds,
     EngineFacts,
@@ -41,6 +42,7 @@ class ServerGroupSpec(Model):
     language_only: bool = False
     """Its engines leave images to the server's Encoder groups."""
     offload: bool = False
+    colocation: Colocation | None = None
     template: Annotated[dict[str, Any], Opaque(fields=("metadata", "spec"))] | None = None
     recovery: RecoverySpec = RecoverySpec()
     rolling_update: RollingUpdate = RollingUpdate()

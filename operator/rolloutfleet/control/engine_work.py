@@ -145,6 +145,8 @@ class EngineWork:
                 f"{action.url}: loaded {action.path}, but its checksum {probe.checksum[:12]} is not the "
                 f"{action.expected[:12]} that was committed as version {action.version}"
             )
+        # A large checkpoint takes minutes: the trainer may have released the engine's memory meanwhile.
+        await require_same_training(self._api, self._store, key, action.training_key)
         await engine.continue_generation()
         self._store.catch_up_failures.pop(action.pod_uid, None)
 

@@ -56,6 +56,15 @@ class Load:
     waiting: int
 
 
+@dataclass(frozen=True)
+class MemoryFigures:
+    """What one rank has allocated for each tag, in bytes, as counted at its start: a release does not change it."""
+
+    weights: int
+    kv_cache: int
+    cuda_graph: int
+
+
 class EngineClient(HttpPeer):
     async def ping(self) -> bool:
         """True while the server is up, paused or not. A flag: asks no scheduler."""
@@ -118,6 +127,15 @@ class EngineClient(HttpPeer):
             running=sum(int(rank.get("num_running_reqs", 0)) for rank in ranks),
             waiting=sum(int(rank.get("num_waiting_reqs", 0)) for rank in ranks),
         )
+
+    async def memory_figures(self) -> MemoryFigures:
+        answer = await self._ask("GET", "/v1/loads?include=memory", seconds=FLAG_SECONDS)
+        ranks = [rank.get("memory") or {} for rank in answer.get("loads") or []]
+
+        def least(name: str) -> int:
+            return int(min((float(rank.get(name) or 0.0) for rank in ranks), default=0.0) * (1 << 30))
+
+        return MemoryFigures(weights=least("weight_gb"), kv_cache=least("kv_cache_gb"), cuda_graph=least("graph_gb"))
 
     async def checksum(self, *, seconds: float = CHECKSUM_SECONDS) -> str:
         """Digest of the weights as loaded, over all ranks: equal for equal weights in an equal parallel layout."""
@@ -219,14 +237,21 @@ class EngineClient(HttpPeer):
 
     async def release_memory(self, tags: Sequence[MemoryTag], *, seconds: float = CONTROL_SECONDS) -> None:
         """Only on an idle engine: otherwise the scheduler dies. A second call is undefined: never repeat it."""
+        _require_some(tags)
         await self._call("POST", "/release_memory_occupation", seconds=seconds, body={"tags": list(tags)})
 
     async def resume_memory(self, tags: Sequence[MemoryTag], *, seconds: float = CONTROL_SECONDS) -> None:
         """Not idempotent: a tag that is not released kills the scheduler."""
+        _require_some(tags)
         await self._call("POST", "/resume_memory_occupation", seconds=seconds, body={"tags": list(tags)})
 
     async def generate(self, payload: dict[str, Any], *, seconds: float) -> dict[str, Any]:
         return await self._ask("POST", "/generate", seconds=seconds, body=payload)
+
+
+def _require_some(tags: Sequence[MemoryTag]) -> None:
+    if not tags:
+        raise ValueError("tags: none named, which SGLang takes for all of them")
 
 
 class EncoderClient(HttpPeer):

@@ -23,7 +23,7 @@ ABORT_GRACE = timedelta(seconds=30)
 def engines_wanted(group: ServerGroup, revision: str, training: Training) -> int:
     """Replicas, and the surge while some engine is outdated."""
     outdated = sum(record.revision != revision for record in group.status.engines)
-    surge = 0 if training.held else min(group.spec.rolling_update.max_surge, outdated)
+    surge = 0 if training.holds(offload=group.spec.offload) else min(group.spec.rolling_update.max_surge, outdated)
     return group.spec.replicas + surge
 
 

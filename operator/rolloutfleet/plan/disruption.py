@@ -1,6 +1,6 @@
 """How many engines an eviction may take: what `kubectl drain` and cluster autoscalers ask before they end a pod.
 
-One engine after another, as for a rolling change; none while the trainer holds the fleet, and that ends with its
+One engine after another, as for a rolling change; none while the trainer holds the group, and that ends with its
 deadline or with the trainer. An engine that is not ready never keeps a node from being drained. An evicted engine
 leaves the routers when its deletion begins and finishes its requests in its grace period, while its successor starts.
 """
@@ -14,11 +14,18 @@ from rolloutfleet.api.names import COMPONENT_ENGINE, LABEL_COMPONENT, LABEL_GROU
 from rolloutfleet.api.rollout_server import RolloutServer
 from rolloutfleet.api.server_group import ServerGroup
 from rolloutfleet.plan.objects import metadata_of, router_labels
+from rolloutfleet.plan.training import Training
 
 
-def disruption_budgets(server: RolloutServer, groups: Sequence[ServerGroup], *, held: bool) -> list[dict[str, Any]]:
+def disruption_budgets(
+    server: RolloutServer, groups: Sequence[ServerGroup], training: Training
+) -> list[dict[str, Any]]:
     """One for each group whose engines are ours, and one for the routers where there are several."""
-    budgets = [_engines(server, group, held=held) for group in groups if _evictable(group)]
+    budgets = [
+        _engines(server, group, held=training.holds(offload=group.spec.offload))
+        for group in groups
+        if _evictable(group)
+    ]
     if server.spec.router.replicas > 1:
         spec = {"maxUnavailable": 1, "selector": {"matchLabels": router_labels(server)}}
         budgets.append(_budget(server, router_name(server.name), spec))

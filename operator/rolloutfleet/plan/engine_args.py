@@ -107,7 +107,10 @@ def engine_arguments(group: ServerGroup, *, index: int, epoch: int, rank: int, b
         ours["encoder-only"] = ""
     if spec.language_only:
         ours |= {"language-only": "", "encoder-bootstrap-port": str(ENCODER_TABLE_PORT)}
-    defaults = ENCODER_DEFAULTS if spec.language_only or spec.role == "Encoder" else {}
+    defaults = dict(ENCODER_DEFAULTS) if spec.language_only or spec.role == "Encoder" else {}
+    if spec.offload and not spec.update_weights:
+        # Nobody sends frozen weights again after a release, which would leave garbage.
+        defaults["enable-weights-cpu-backup"] = ""
     return escaped(flag_words(ours) + flag_words({**defaults, **engine.args}, MULTI_VALUE_FLAGS))
 
 

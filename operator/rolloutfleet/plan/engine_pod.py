@@ -58,6 +58,8 @@ CACHE_VOLUME = "rolloutfleet-cache"
 EXIT_SECONDS = 60
 """SGLang polls its own shutdown every 5 s and gives its schedulers 15 s."""
 SHM_VOLUME = "rolloutfleet-shm"
+CLAIM = "rolloutfleet-gpus"
+"""What a colocated engine's pod calls the trainer's ResourceClaim."""
 
 
 def engine_pod(
@@ -156,7 +158,7 @@ def _engine_spec(group: ServerGroup, index: int, epoch: int, rank: int, defaults
         {"name": CACHE_VOLUME, "mountPath": CACHE_PATH},
     ]
     volumes: list[dict[str, Any]] = [
-        {"name": SHM_VOLUME, "emptyDir": {"medium": "Memory"}},
+        {"name": SHM_VOLUME, **_shared_memory(spec)},
         {"name": CACHE_VOLUME, "emptyDir": {}},
     ]
     sidecars: dict[str, Any] = {}
@@ -171,8 +173,9 @@ def _engine_spec(group: ServerGroup, index: int, epoch: int, rank: int, defaults
             user = bool(((spec.template or {}).get("spec") or {}).get("securityContext", {}).get("runAsUser"))
             worker = worker_container(spec.weights, copy, weights_mount, user=user, defaults=defaults)
             sidecars = {"initContainers": [worker]}
-    gpus = {GPU_RESOURCE: str(spec.own_engine.gpus_per_pod)}
+    claims, resources = _gpus(spec, index, rank)
     return {
+        **claims,
         **_placement(group, index, epoch),
         **_names(group, index, epoch, rank),
         "restartPolicy": "Never",
@@ -194,7 +197,7 @@ def _engine_spec(group: ServerGroup, index: int, epoch: int, rank: int, defaults
                 "args": engine_arguments(group, index=index, epoch=epoch, rank=rank, bind=defaults.bind_address),
                 "ports": _ports(spec),
                 "env": engine_environment(spec),
-                "resources": {"requests": dict(gpus), "limits": dict(gpus)},
+                "resources": resources,
                 "volumeMounts": mounts,
                 # The last lines of the log become the reason that users see when the engine dies.
                 "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -202,6 +205,29 @@ def _engine_spec(group: ServerGroup, index: int, epoch: int, rank: int, defaults
             }
         ],
     }
+
+
+def _gpus(spec: ServerGroupSpec, index: int, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(fields of the pod's spec, the container's resources): GPUs of its own, or the trainer's."""
+    if spec.colocation is None:
+        own = {GPU_RESOURCE: str(spec.own_engine.gpus_per_pod)}
+        return {}, {"requests": dict(own), "limits": dict(own)}
+    if spec.colocation.resource_claim is None:
+        return {}, {}
+
+    def named(template: str) -> str:
+        return template.replace("{index}", str(index)).replace("{rank}", str(rank))
+
+    request = spec.colocation.request
+    claim = {"name": CLAIM, **({"request": named(request)} if request is not None else {})}
+    pod = {"resourceClaims": [{"name": CLAIM, "resourceClaimName": named(spec.colocation.resource_claim)}]}
+    return pod, {"claims": [claim]}
+
+
+def _shared_memory(spec: ServerGroupSpec) -> dict[str, Any]:
+    if spec.colocation is None or spec.colocation.shared_memory is None:
+        return {"emptyDir": {"medium": "Memory"}}
+    return {"hostPath": {"path": spec.colocation.shared_memory, "type": "DirectoryOrCreate"}}
 
 
 def _readiness(spec: ServerGroupSpec, rank: int) -> dict[str, Any]:

@@ -69,6 +69,8 @@ class EngineView:
     """It leaves images to encoders and knows none that is up."""
     aside: bool = False
     """Must not serve beside engines of another revision that do."""
+    offload: bool = False
+    """The trainer may release its memory."""
     leaving: bool = False
     """On its way out: replaced by a new revision, or scaled away."""
 
@@ -192,7 +194,7 @@ def phase_of(
         return EnginePhase.STARTING, "Loading", "SGLang does not answer yet"
     if view.leaving:
         return EnginePhase.DRAINING, "Draining", f"out of the routers; running requests have until {record.drain_until}"
-    if training.held and view.role != "Encoder":
+    if training.holds(offload=view.offload) and view.role != "Encoder":
         doing = "updates the fleet" if training.updating else "has released memory of the fleet"
         return EnginePhase.HELD, "TrainerHolds", f"the trainer {doing}"
     reason, message = _unready(view, fleet, training)

@@ -67,7 +67,7 @@ def plan_fleet(fleet: Fleet, *, defaults: Defaults, applied_versions: Mapping[st
     actions: list[Action] = [action for action in tables if isinstance(action, Deregister)]
 
     objects = wanted_children(fleet.server, defaults, pairs=disaggregated(fleet.server, fleet.groups))
-    objects += disruption_budgets(fleet.server, groups, held=training.held)
+    objects += disruption_budgets(fleet.server, groups, training)
     actions += child_actions(fleet, objects, applied_versions)
 
     statuses = [(plan, group_status(plan, training, now)) for plan in plans]
@@ -171,7 +171,7 @@ def _engine_work(view: EngineView, fleet: Fleet, training: Training, now: dateti
         return []
     if view.leaving:
         return list(drain_step(view, now))
-    if training.held or pod.identity in training.memory_held:
+    if training.holds(offload=view.offload) or pod.identity in training.memory_held:
         return []
     if not view.fits:
         return []

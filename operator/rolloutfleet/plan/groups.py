@@ -165,7 +165,7 @@ def _going(seen: GroupView, training: Training) -> tuple[set[int], set[int]]:
         urls = wanted_urls(group)
         return {view.record.index for view in seen.engines if view.record.url not in urls}, set()
     removed = surplus(seen.engines, engines_wanted(group, seen.revision, training), training)
-    if training.held:
+    if training.holds(offload=group.spec.offload):
         return removed, set()
     staying = [view for view in seen.engines if view.record.index not in removed]
     asked = {view.record.index for view in staying if seen.requests.restarts(view.record)}
@@ -177,8 +177,9 @@ def _measured(
 ) -> tuple[MeasuredWeights, ...]:
     """Checksums of the fleet's version where the agent gave none: that of a layout's first engine that loaded it."""
     found = {entry.revision: entry for entry in group.status.measured if entry.version == training.version}
+    held = training.holds(offload=group.spec.offload or group.spec.external is not None)
     for pod in sorted(pods, key=lambda pod: (pod.index, pod.epoch)):
-        if training.held or not (pod.external or pod.revision == revision) or not pod.revision:
+        if held or not (pod.external or pod.revision == revision) or not pod.revision:
             continue
         if pod.revision in found or expected_checksum(training, group, pod.revision):
             continue
@@ -215,6 +216,7 @@ def _look(
         listed=bool(pod and pod.url) and listed_anywhere(pod.url if pod else "", fleet.router_pods),
         acknowledged=acknowledged_everywhere(pod.url if pod else "", fleet.router_pods),
         outdated=not external and record.revision != revision,
+        offload=facts is not None and facts.memory_saver if external else group.spec.offload,
         initial_path=model_path(group, record.url),
         misfit=_misfit(group, record, probe, fleet),
     )
@@ -249,9 +251,10 @@ def _next(
     if seen.group.spec.external is not None:
         return _external_next(view)
     record, recovery = told_how(view.record, seen.pods), seen.group.spec.recovery
-    failure = end_of_life(view, recovery, now, held=training.held, mass_failure=mass_failure) or stuck(view, peers)
+    held = training.holds(offload=view.offload)
+    failure = end_of_life(view, recovery, now, held=held, mass_failure=mass_failure) or stuck(view, peers)
     if view.pod is not None and view.pod.identity in training.ambiguous_pods:
-        text = "the trainer died while it released or resumed this engine's memory"
+        text = "a release or resume of this engine's memory broke off, and another call might kill it"
         failure = failure or Failure(reason="MemoryUnknown", message=text, pod=view.pod.name)
     free_to_go = not view.answering or (view.leaving and drained(view, now))
     if view.pods and seen.requests.restarts(record) and free_to_go:

@@ -16,12 +16,14 @@ from rolloutfleet.api.names import (
     AGENT_CONTAINER,
     AGENT_PORT,
     ANNOTATION_ROLLOUT_SERVERS,
+    ANNOTATION_SHARED_MEMORY,
     COMPONENT_TRAINER,
     LABEL_COMPONENT,
 )
 
 TOKEN_VOLUME = "rolloutfleet-agent-token"
 SCRATCH_VOLUME = "rolloutfleet-agent-tmp"
+SHM_VOLUME = "rolloutfleet-shm"
 TOKEN_PATH = "/var/run/secrets/kubernetes.io/serviceaccount"
 AGENT_USER = 65532
 URL_VARIABLE = "ROLLOUTFLEET_AGENT_URL"
@@ -33,6 +35,7 @@ DATA_SOURCES = frozenset(
 
 _ROLE = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _VARIABLE = re.compile(r"\$\(([^()]+)\)")
+_SHARED = re.compile(r"/dev/shm/[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 _SERVER = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
@@ -71,17 +74,46 @@ def inject(pod: Mapping[str, Any], *, agent_image: str, pull_policy: str = "IfNo
     if _agent_present(spec):
         return injected
     _refuse_taken_names(spec)
+    shared = injected["metadata"]["annotations"].get(ANNOTATION_SHARED_MEMORY)
     agent = _agent(spec, servers, agent_image, pull_policy)
+    if shared is not None:
+        agent["resources"] |= _claims(spec)
     # By this label the operator finds trainers, to tell those that name a missing server.
     labels = injected["metadata"].get("labels") or {}
     injected["metadata"]["labels"] = {**labels, LABEL_COMPONENT: COMPONENT_TRAINER}
     spec["initContainers"] = [agent, *(spec.get("initContainers") or [])]
     spec["volumes"] = [*(spec.get("volumes") or []), *_volumes()]
+    if shared is not None:
+        _share_memory(spec, shared)
     for container in spec.get("containers") or []:
         variables = container["env"] = container.get("env") or []
         if all(variable.get("name") != URL_VARIABLE for variable in variables):
             variables.append({"name": URL_VARIABLE, "value": f"http://127.0.0.1:{AGENT_PORT}"})
     return injected
+
+
+def _share_memory(spec: dict[str, Any], path: object) -> None:
+    """The trainer's containers and colocated engines of the same node see one /dev/shm, which CUDA IPC needs."""
+    if not isinstance(path, str) or not _SHARED.fullmatch(path):
+        raise InjectionError(
+            f"{ANNOTATION_SHARED_MEMORY}: {path!r}: must be /dev/shm/NAME in lower case, the same as "
+            "colocation.sharedMemory of the RolloutServer's group"
+        )
+    for container in spec.get("containers") or []:
+        mounts = container["volumeMounts"] = container.get("volumeMounts") or []
+        if any(mount["mountPath"].rstrip("/") == "/dev/shm" for mount in mounts):
+            raise InjectionError(
+                f"{ANNOTATION_SHARED_MEMORY}: container {container.get('name')} mounts something at /dev/shm; remove it"
+            )
+        mounts.append({"name": SHM_VOLUME, "mountPath": "/dev/shm"})
+    spec["volumes"].append({"name": SHM_VOLUME, "hostPath": {"path": path, "type": "DirectoryOrCreate"}})
+
+
+def _claims(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The GPUs that trainer and engines share, so that the agent can see whether they are free."""
+    claims = [claim for c in spec.get("containers") or [] for claim in (c.get("resources") or {}).get("claims") or []]
+    each = [deepcopy(claim) for position, claim in enumerate(claims) if claim not in claims[:position]]
+    return {"claims": each} if each else {}
 
 
 def _agent_present(spec: Mapping[str, Any]) -> bool:
@@ -98,7 +130,7 @@ def _refuse_taken_names(spec: Mapping[str, Any]) -> None:
                     f"spec.{kind}: the name {AGENT_CONTAINER} belongs to the injected agent; rename yours"
                 )
     for volume in spec.get("volumes") or []:
-        if volume.get("name") in (TOKEN_VOLUME, SCRATCH_VOLUME):
+        if volume.get("name") in (TOKEN_VOLUME, SCRATCH_VOLUME, SHM_VOLUME):
             raise InjectionError(f"spec.volumes: the name {volume['name']} belongs to the injected agent; rename yours")
 
 

@@ -29,6 +29,9 @@ class Membership:
 def membership_of(engines: Iterable[EngineView], training: Training) -> Membership:
     wanted: dict[str, WorkerKind] = {}
     tolerated: set[str] = set()
+    engines = list(engines)
+    # Requests of a fleet that is offloaded as a whole wait for it; where others go on they would wait in vain.
+    others_go_on = any(not engine.offload and engine.role not in ("Encoder", "Placeholder") for engine in engines)
     for engine in engines:
         pod = engine.pod
         if pod is None or not pod.url or engine.leaving or engine.aside or not engine.fits:
@@ -39,8 +42,11 @@ def membership_of(engines: Iterable[EngineView], training: Training) -> Membersh
             continue  # no pod's event will say that it has ended
         if engine.role == "Encoder" or (engine.lacks_encoder and engine.answering):
             continue
-        if training.held or pod.identity in training.memory_held:
+        if training.updating:
             tolerated.add(pod.url)
+        elif training.holds(offload=engine.offload) or pod.identity in training.memory_held:
+            if not others_go_on:
+                tolerated.add(pod.url)
         elif engine.weights is Weights.CURRENT and engine.pairing is not Pairing.PROVED:
             # It has lost a peer: a request through it is tried while what the routers list stays.
             tolerated.add(pod.url)

@@ -180,6 +180,7 @@ def _server_group(server: RolloutServer, group: GroupSpec) -> dict[str, Any]:
         engine=group.engine,
         language_only=group.role in LANGUAGE_ROLES and encodes_apart(server),
         offload=group.offload,
+        colocation=group.colocation,
         template=group.template,
         recovery=group.recovery,
         rolling_update=group.rolling_update,

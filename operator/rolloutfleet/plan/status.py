@@ -226,7 +226,8 @@ def _weights_current(engines: Sequence[EngineView], training: Training) -> Condi
     up = [view for view in engines if view.answering]
     if not up:
         return _condition("WeightsCurrent", "Unknown", "NoEngineUp", "no engine answers")
-    if training.held:
+    up = [view for view in up if not training.holds(offload=view.offload)]
+    if not up:
         return _condition("WeightsCurrent", "Unknown", "TrainerHolds", "the trainer holds the engines")
     late = [view for view in up if view.weights is not Weights.CURRENT]
     if late:

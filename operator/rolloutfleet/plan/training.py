@@ -28,13 +28,17 @@ class Training:
     """An update runs, or memory is released, and the trainer is alive: hands off the engines."""
     updating: bool
     """An update runs: the part of `held` that ends within its deadline."""
+    offloading: bool
+    """The trainer is alive and has released memory, or is about to: the part of `held` that groups with `offload`
+    alone take part in."""
     held_until: datetime | None
     """When `held` ends by itself: the update's deadline or the end of the lease."""
     memory_held: frozenset[str]
-    """Pods, by identity, whose memory the trainer has released, whether it still lives or not."""
+    """Pods, by identity, whose memory the trainer has released, whether it still lives or not, and those that it is
+    about to."""
     ambiguous_pods: frozenset[str]
-    """Pods whose memory a trainer was releasing or resuming when it died: nobody can know what they hold, and a second
-    call would kill them. They are replaced."""
+    """Pods of which nobody can know what memory they hold, since a trainer died while it released or resumed it, or
+    the call broke off: another call would kill them. They are replaced."""
     committed_pods: frozenset[str]
     """Pods that the agent verified at the committed version, by checksum."""
     distrusted_pods: frozenset[str]
@@ -44,6 +48,10 @@ class Training:
     key: str
     """Changes whenever anything may have changed an engine's weights, or which are the fleet's: what was read or
     planned under another key is void."""
+
+    def holds(self, *, offload: bool) -> bool:
+        """Hands off an engine of a group that has, or has not, set `offload`."""
+        return self.updating or (self.offloading and offload)
 
     def claimed_by(self, label: str) -> bool:
         """An engine with this label says that it holds the committed weights."""
@@ -59,10 +67,16 @@ def training_of(fleet: Fleet, now: datetime) -> Training:
     ours = fleet.lease.fence == status.fence
     # An update dies with its leader: the next one has another fencing number and holds nothing by it.
     update_held = updating and alive and ours and (deadline is None or now < deadline)
-    interrupted = memory is not None and memory.phase in ("Releasing", "Resuming") and not (alive and ours)
-    memory_held = frozenset(memory.uids) if memory is not None and memory.phase != "Resident" else frozenset()
+    led = alive and ours
+    entries = memory.engines if memory is not None else ()
+    active = memory is not None and memory.phase != "Resident"
+    offloading = active and alive
+    ambiguous = {entry.uid for entry in entries if entry.state == "Unknown" or (entry.state == "Changing" and not led)}
+    # One that is being drained, or is resident again and waits for the others, has released nothing: it is left to the
+    # trainer only as long as that lives.
+    memory_held = {entry.uid for entry in entries if entry.released or entry.state != "Known" or (active and led)}
     ends = [end for end in (fleet.lease.expires_at, deadline if updating else None) if end is not None]
-    held = update_held or (bool(memory_held) and alive)
+    held = update_held or offloading
     verdicts = weights.engines if weights and not updating else ()
     version = weights.version if weights else INITIAL_WEIGHT_VERSION
     return Training(
@@ -72,9 +86,10 @@ def training_of(fleet: Fleet, now: datetime) -> Training:
         delta=weights is not None and weights.transport == "delta" and not updating,
         held=held,
         updating=update_held,
+        offloading=offloading,
         held_until=min(ends) if held and ends else None,
-        memory_held=memory_held,
-        ambiguous_pods=frozenset(memory.uids) if memory is not None and interrupted else frozenset(),
+        memory_held=frozenset(memory_held),
+        ambiguous_pods=frozenset(ambiguous),
         committed_pods=frozenset(verdict.uid for verdict in verdicts if verdict.outcome == "Committed"),
         distrusted_pods=frozenset(verdict.uid for verdict in verdicts if verdict.outcome != "Committed"),
         checksums={(entry.group, entry.revision): entry.checksum for entry in weights.checksums} if weights else {},

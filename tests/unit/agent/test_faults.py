@@ -56,7 +56,7 @@ def test_an_offload_waits_for_a_running_update(tmp_path: Path) -> None:
         await asyncio.gather(update, offload)
         memory = world.training.memory
         assert memory is not None, "the commit of the update overwrote the record of the offload"
-        assert memory.engines == [engine.pod for engine in world.engines]
+        assert memory.uids == [engine.uid for engine in world.engines]
         assert all(engine.paused and engine.released for engine in world.engines)
 
     play(tmp_path, story, engines=2)

@@ -6,11 +6,13 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from rolloutfleet.agent.memory import RESUME_ORDER
+from rolloutfleet.agent import leadership
+from rolloutfleet.agent.memory_record import TAGS
 from rolloutfleet.api.agent import MemoryRequest
-from unit.agent.world import World, play, refused, signed
+from rolloutfleet.kube.errors import Conflict
+from unit.agent.world import World, play, refused, signed, wanted
 
-EVERYTHING = list(RESUME_ORDER)
+EVERYTHING = list(TAGS)
 
 
 def of(*tags: str) -> MemoryRequest:
@@ -20,7 +22,7 @@ def of(*tags: str) -> MemoryRequest:
 def recorded(world: World) -> tuple[str, list[str], list[str]]:
     memory = world.training.memory
     assert memory is not None
-    return memory.phase, list(memory.tags), list(memory.engines)
+    return memory.phase, list(memory.tags), [engine.pod for engine in memory.engines if engine.state == "Known"]
 
 
 def test_offload_aborts_what_runs_waits_for_idleness_and_releases_everything(tmp_path: Path) -> None:
@@ -73,8 +75,8 @@ def test_an_engine_of_another_fleet_at_a_known_address_is_neither_released_nor_r
         assert "another fleet" in result.failed[strangers[0].pod]
         strangers[1].label = signed(0, "beef0000")  # while its memory is away
         result = await world.memory.onload(of())
-        assert list(result.failed) == [strangers[1].pod]
-        assert strangers[0].asked == ["model_info"]
+        assert sorted(result.failed) == sorted(stranger.pod for stranger in strangers)
+        assert set(strangers[0].asked) == {"model_info"}
         assert "resume_memory_occupation" not in strangers[1].asked
         assert world.engines[2].asked[-1] == "continue_generation"
 
@@ -213,9 +215,16 @@ def test_without_a_serving_engine_there_is_nothing_to_release(tmp_path: Path) ->
     play(tmp_path, story, engines=1)
 
 
-def test_a_group_without_the_memory_saver_is_refused_by_name(tmp_path: Path) -> None:
+def without_saver(world: World, **spec: Any) -> None:
+    body = world.cluster.seen("servergroups", "qwen-main")
+    body["spec"] |= {"offload": False, **spec}
+    world.cluster.put("servergroups", body)
+
+
+def test_a_fleet_without_the_memory_saver_is_refused_by_name(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         world.change_server(groups=[{"name": "main", "engine": {"image": "engine:1"}}])
+        without_saver(world)
         error = await refused(world.memory.offload(of()))
         assert (error.code, error.status) == ("OffloadNotEnabled", 409)
         assert "spec.groups[main].offload" in error.message
@@ -224,15 +233,262 @@ def test_a_group_without_the_memory_saver_is_refused_by_name(tmp_path: Path) -> 
     play(tmp_path, story, engines=2)
 
 
-def test_an_external_engine_without_the_memory_saver_is_refused_by_its_address(tmp_path: Path) -> None:
+def test_external_engines_take_part_that_were_started_with_the_memory_saver(tmp_path: Path) -> None:
     async def story(world: World) -> None:
+        urls = [{"url": engine.stand_in.url} for engine in world.engines]
+        world.change_server(groups=[{"name": "main", "engine": {"image": "engine:1"}}], external={"engines": urls})
+        without_saver(world, external={"engines": urls})
         facts = {"role": "Regular", "tensorParallel": 1, "pipelineParallel": 1}
-        world.change_engine(0, facts={**facts, "memorySaver": True})
-        world.change_engine(1, facts={**facts, "memorySaver": False})
+        for index in range(2):
+            world.change_engine(index, facts={**facts, "memorySaver": False})
         error = await refused(world.memory.offload(of()))
         assert (error.code, error.status) == ("OffloadNotEnabled", 409)
         assert world.engines[1].stand_in.url in error.message
-        assert world.untouched
+        world.change_engine(0, facts={**facts, "memorySaver": True})
+        assert (await world.memory.offload(of())).engines == [world.engines[0].pod]
+        assert world.engines[1].asked == []
+
+    play(tmp_path, story, engines=2)
+
+
+def test_a_group_without_offload_is_left_alone_and_the_others_take_part(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        main = {"name": "main", "engine": {"image": "engine:1"}, "offload": True}
+        world.change_server(groups=[main, {"name": "more", "engine": {"image": "engine:1"}}])
+        body = world.cluster.seen("servergroups", "qwen-main")
+        more = {"metadata": {"name": "qwen-more", "namespace": "rl"}, "spec": {**body["spec"], "offload": False}}
+        kept = [engine for engine in body["status"]["engines"] if engine["index"] == 1]
+        world.cluster.put("servergroups", {**more, "status": {**body["status"], "engines": kept}})
+        body["status"]["engines"] = [engine for engine in body["status"]["engines"] if engine["index"] == 0]
+        world.cluster.put("servergroups", body)
+        assert (await world.memory.offload(of())).engines == [world.engines[0].pod]
+        await world.memory.onload(of())
+        assert world.engines[1].asked == []
+        assert world.engines[0].released == set()
+        assert not world.engines[0].paused
+
+    play(tmp_path, story, engines=2)
+
+
+def test_an_update_meanwhile_pauses_and_continues_only_engines_whose_memory_is_resident(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        kept, lost, whole = world.engines
+        await world.memory.offload(of("kv_cache"))
+        memory = world.training.memory
+        assert memory is not None
+        engines = [entry.model_dump(mode="json") for entry in memory.engines]
+        engines[1]["state"] = "Unknown"
+        world.change_training(memory={"phase": "Released", "tags": ["kv_cache"], "engines": engines[:2]})
+        whole.released, whole.paused = set(), False
+        for engine in world.engines:
+            engine.stand_in.asked.clear()
+        result = await world.updater.update(wanted(world))
+        assert sorted(verdict.pod for verdict in result.engines) == [kept.pod, whole.pod]
+        assert lost.asked == [], "nobody knows whether it has weights to write to"
+        assert kept.paused
+        assert not {"pause_generation", "continue_generation"} & set(kept.asked)
+        assert {"pause_generation", "continue_generation"} < set(whole.asked)
+        assert not whole.paused
+
+    play(tmp_path, story)
+
+
+def test_weights_come_back_before_anything_else(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        await world.memory.offload(of())
+        error = await refused(world.memory.onload(of("kv_cache")))
+        assert (error.code, error.status) == ("WeightsFirst", 409)
+        assert "onload the rest" in error.message
+        assert all(engine.released == set(EVERYTHING) for engine in world.engines)
+
+    play(tmp_path, story, engines=2)
+
+
+def test_an_agent_that_dies_while_engines_drain_costs_no_engine(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        async def look() -> None:
+            memory = world.training.memory
+            assert memory is not None
+            assert {engine.state for engine in memory.engines} == {"Known"}
+            assert not any(engine.released for engine in memory.engines)
+
+        world.engines[0].before = {"pause_generation": look, "flush_cache": look}
+        await world.memory.offload(of())
+        assert all(engine.released for engine in world.engines)
+
+    play(tmp_path, story, engines=2)
+
+
+def test_engines_that_the_agent_before_had_only_drained_are_the_operators_again(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        entries = [{"pod": engine.pod, "uid": engine.uid} for engine in world.engines]
+        world.change_training(fence=0, memory={"phase": "Releasing", "engines": entries})
+        await world.memory.look()
+        assert recorded(world) == ("Resident", [], [])
+        assert not any(engine.asked for engine in world.engines)
+
+    play(tmp_path, story, engines=2)
+
+
+def test_an_answer_is_recorded_while_other_engines_still_run(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        states: list[dict[str, str]] = []
+        recorded_one = asyncio.Event()
+
+        async def wait() -> None:
+            await recorded_one.wait()
+            memory = world.training.memory
+            assert memory is not None
+            states.append({engine.pod: engine.state for engine in memory.engines})
+
+        write = world.leadership.write
+
+        async def written(training: Any) -> None:
+            await write(training)
+            if any(engine.released for engine in training.memory.engines):
+                recorded_one.set()
+
+        world.leadership.write = written  # type: ignore[method-assign]
+        world.engines[1].before["release_memory_occupation"] = wait
+        await world.memory.offload(of())
+        assert states == [{world.engines[0].pod: "Known", world.engines[1].pod: "Changing"}]
+
+    play(tmp_path, story, engines=2)
+
+
+def test_an_engine_of_which_nobody_knows_what_it_holds_is_marked_and_never_asked_again(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        lost, other = world.engines
+        lost.breaks_at = "release_memory_occupation"
+        await world.memory.offload(of())
+        asked = list(lost.asked)
+        memory = world.training.memory
+        assert memory is not None
+        assert {engine.pod: engine.state for engine in memory.engines} == {lost.pod: "Unknown", other.pod: "Known"}
+        world.restart_agent()
+        await world.leadership.lease.acquire()
+        await world.memory.offload(of("weights"))
+        await world.memory.onload(of())
+        assert lost.asked == asked
+        memory = world.training.memory
+        assert memory is not None
+        assert (memory.phase, memory.uids) == ("Resident", [lost.uid]), "until the operator has replaced it"
+
+    play(tmp_path, story, engines=2)
+
+
+def test_what_the_agent_before_left_in_the_middle_of_a_call_is_not_asked_again(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        halfway, whole = world.engines
+        whole.released, whole.paused = set(EVERYTHING), True
+        entries = [
+            {"pod": halfway.pod, "uid": halfway.uid, "state": "Changing"},
+            {"pod": whole.pod, "uid": whole.uid, "released": EVERYTHING},
+        ]
+        world.change_training(fence=0, memory={"phase": "Releasing", "tags": EVERYTHING, "engines": entries})
+        await world.memory.onload(of())
+        assert halfway.asked == []
+        assert (whole.released, whole.paused, whole.dead) == (set(), False, False)
+
+    play(tmp_path, story, engines=2)
+
+
+def test_an_engine_that_comes_back_to_an_offloaded_fleet_is_offloaded(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        back = world.engines[0]
+        await world.memory.offload(of("weights", "kv_cache"))
+        back.released, back.paused, back.uid = set(), False, "uid-of-a-later-life"
+        world.change_engine(0, pod="qwen-main-0-e2-r0", podUid=back.uid, phase="Starting")
+        await world.memory.look()
+        assert back.released == set(), "it does not answer yet"
+        world.change_engine(0, phase="Held")
+        await world.memory.look()
+        assert (back.released, back.paused, back.dead) == ({"weights", "kv_cache"}, True, False)
+        assert not any(engine.dead for engine in world.engines)
+        await world.memory.onload(of())
+        assert [engine.paused for engine in world.engines] == [False, False]
+
+    play(tmp_path, story, engines=2)
+
+
+def test_an_update_waits_for_an_engine_that_is_being_offloaded_after_the_others(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        back = world.engines[0]
+        await world.memory.offload(of("kv_cache"))
+        back.released, back.paused, back.uid = set(), False, "uid-of-a-later-life"
+        world.change_engine(0, podUid=back.uid, phase="Held")
+        releasing, gate = asyncio.Event(), asyncio.Event()
+
+        async def wait() -> None:
+            releasing.set()
+            await gate.wait()
+
+        back.before["release_memory_occupation"] = wait
+        look = asyncio.create_task(world.leadership.alone(world.memory.look(), unasked=True))
+        await releasing.wait()
+        update = asyncio.create_task(world.updater.update(wanted(world)))
+        await asyncio.sleep(0)
+        gate.set()
+        await look
+        assert (await update).committed
+        assert [engine.paused for engine in world.engines] == [True, True]
+
+    play(tmp_path, story, engines=2)
+
+
+def clash() -> None:
+    """The operator writes the same object again and again."""
+    raise Conflict("changed meanwhile", status=409)
+
+
+def test_what_could_not_be_written_is_written_later_and_nothing_is_done_twice(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        world.cluster.before_apply = [lambda: None, lambda: None, *[clash] * leadership.WRITE_CONFLICTS]
+        assert (await refused(world.memory.offload(of()))).code == "Busy"
+        assert recorded(world) == ("Releasing", EVERYTHING, [])
+        await world.memory.look()
+        assert recorded(world) == ("Released", EVERYTHING, [engine.pod for engine in world.engines])
+        await world.memory.onload(of())
+        assert not any(engine.dead or engine.paused for engine in world.engines)
+
+    play(tmp_path, story, engines=1)
+
+
+def test_nothing_is_called_when_the_intent_cannot_be_written(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        world.cluster.before_apply = [lambda: None, *[clash] * leadership.WRITE_CONFLICTS]
+        assert (await refused(world.memory.offload(of()))).code == "Busy"
+        assert "release_memory_occupation" not in world.engines[0].asked
+        assert (await world.memory.offload(of())).engines == [world.engines[0].pod]
+        assert not world.engines[0].dead
+
+    play(tmp_path, story, engines=1)
+
+
+def test_prefill_engines_are_released_and_resumed_before_decode_engines(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        facts = {"tensorParallel": 1, "pipelineParallel": 1, "memorySaver": True}
+        world.change_engine(0, facts={**facts, "role": "Decode"})
+        world.change_engine(1, facts={**facts, "role": "Prefill"})
+        decode, prefill = world.engines
+
+        async def released() -> None:
+            assert prefill.released == set(EVERYTHING)
+
+        async def resumed() -> None:
+            assert prefill.released == set()
+
+        async def continued() -> None:
+            assert not prefill.paused
+
+        decode.before = {
+            "release_memory_occupation": released,
+            "resume_memory_occupation": resumed,
+            "continue_generation": continued,
+        }
+        await world.memory.offload(of())
+        assert (await world.memory.onload(of())).failed == {}
+        assert [engine.released for engine in world.engines] == [set(), set()]
 
     play(tmp_path, story, engines=2)
 

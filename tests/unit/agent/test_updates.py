@@ -102,11 +102,12 @@ def test_a_write_of_the_operator_in_between_is_no_reason_to_fail(tmp_path: Path)
 
 def test_what_the_trainer_has_recorded_of_memory_is_kept(tmp_path: Path) -> None:
     async def story(world: World) -> None:
-        memory = {"phase": "Released", "tags": ["kv_cache"], "uids": [e.uid for e in world.engines]}
+        engines = [{"pod": e.pod, "uid": e.uid, "released": ["kv_cache"]} for e in world.engines]
+        memory = {"phase": "Released", "tags": ["kv_cache"], "engines": engines}
         world.change_training(memory=memory)
         await world.updater.update(wanted(world))
         assert world.training.memory is not None
-        assert world.training.memory.tags == ["kv_cache"]
+        assert world.training.memory.tags == ("kv_cache",)
 
     play(tmp_path, story)
 

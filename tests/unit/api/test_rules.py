@@ -133,6 +133,35 @@ def copying_engines_are_whole(spec: dict[str, Any]) -> bool:
     return not copies(spec) or all(g["engine"]["nodes"] == 1 or g["role"] in apart for g in spec["groups"])
 
 
+claim_names = st.sampled_from(("gpus", "{index}", "g-{rank}", "{rank}.{index}", "index"))
+colocations = st.fixed_dictionaries({}, optional={"resourceClaim": claim_names, "request": claim_names})
+colocated_groups = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(("Regular", "Encoder", "Placeholder")),
+        "engine": st.fixed_dictionaries({"nodes": st.integers(1, 2)}),
+    },
+    optional={
+        "replicas": st.integers(0, 3),
+        "colocation": colocations,
+    },
+)
+
+
+def colocation_fits_the_role(group: dict[str, Any]) -> bool:
+    return "colocation" not in group or group["role"] == "Regular"
+
+
+def every_engine_has_its_gpus(group: dict[str, Any]) -> bool:
+    colocation = group.get("colocation", {})
+    named = any("{index}" in colocation.get(name, "") for name in ("resourceClaim", "request"))
+    return named or group.get("replicas", 1) <= 1 or "resourceClaim" not in colocation
+
+
+def every_node_has_its_claim(group: dict[str, Any]) -> bool:
+    claim = group.get("colocation", {}).get("resourceClaim", "{rank}")
+    return "{rank}" in claim or group["engine"]["nodes"] == 1
+
+
 def encoder_is_plain(group: dict[str, Any]) -> bool:
     return group["role"] != "Encoder" or not (group["offload"] or group["engine"]["nodes"] != 1)
 
@@ -237,6 +266,10 @@ TWINS = (
     Twin("engine.image: required", whole_groups, lambda g: "image" in g["engine"] or g["role"] == "Placeholder"),
     Twin("role Placeholder: runs no engine", whole_groups, placeholder_is_plain),
     Twin("role Encoder: SGLang's encoders", encoder_groups, encoder_is_plain),
+    Twin("colocation: for engines that trade", colocated_groups, colocation_fits_the_role),
+    Twin("colocation.request: of which", colocations, lambda c: "request" not in c or "resourceClaim" in c),
+    Twin("colocation.request, or resourceClaim", colocated_groups, every_engine_has_its_gpus),
+    Twin("colocation.resourceClaim: must contain {rank}", colocated_groups, every_node_has_its_claim),
     Twin("groups: of engine.tensorParallel", shaped_groups, tensors_pair),
     Twin("groups: engine.pipelineParallel of a Decode", shaped_groups, pipelines_pair),
     Twin("groups: role Encoder serves", role_groups, encoders_have_users),

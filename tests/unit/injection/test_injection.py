@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
-from rolloutfleet.api.names import AGENT_CONTAINER, ANNOTATION_ROLLOUT_SERVERS, LABEL_COMPONENT
+from rolloutfleet.api.names import (
+    AGENT_CONTAINER,
+    ANNOTATION_ROLLOUT_SERVERS,
+    ANNOTATION_SHARED_MEMORY,
+    LABEL_COMPONENT,
+)
 from rolloutfleet.plan.injection import (
     AGENT_USER,
     SCRATCH_VOLUME,
@@ -311,3 +316,45 @@ def test_an_address_that_the_user_has_set_is_not_overwritten() -> None:
     given["spec"]["containers"][0]["env"] = [{"name": URL_VARIABLE, "value": "http://mine"}]
     injected = inject(given, agent_image=IMAGE)
     assert trainer_of(injected)["env"] == [{"name": URL_VARIABLE, "value": "http://mine"}]
+
+
+# Colocated engines
+
+
+def colocated(path: object = "/dev/shm/qwen", **spec: Any) -> dict[str, Any]:
+    trainer = pod(**spec)
+    trainer["metadata"]["annotations"][ANNOTATION_SHARED_MEMORY] = path
+    return trainer
+
+
+def test_containers_of_a_colocated_trainer_see_the_nodes_folder_as_dev_shm() -> None:
+    twins = [{"name": "trainer", "image": "t"}, {"name": "other", "image": "o", "volumeMounts": None}]
+    injected = inject(colocated(containers=twins), agent_image=IMAGE)
+    for container in injected["spec"]["containers"]:
+        assert container["volumeMounts"] == [{"name": "rolloutfleet-shm", "mountPath": "/dev/shm"}]
+    assert {"name": "rolloutfleet-shm", "hostPath": {"path": "/dev/shm/qwen", "type": "DirectoryOrCreate"}} in (
+        injected["spec"]["volumes"]
+    )
+    assert "/dev/shm" not in [mount["mountPath"] for mount in agent_of(injected)["volumeMounts"]]
+    assert inject(injected, agent_image=IMAGE) == injected
+
+
+def test_the_agent_of_a_colocated_trainer_sees_its_gpus_and_no_other_one_does() -> None:
+    claims = [{"name": "gpus"}, {"name": "nic", "request": "one"}]
+    containers = [{"name": name, "image": "t", "resources": {"claims": claims}} for name in ("trainer", "other")]
+    assert agent_of(inject(colocated(containers=containers), agent_image=IMAGE))["resources"]["claims"] == claims
+    assert "claims" not in agent_of(inject(pod(containers=containers), agent_image=IMAGE))["resources"]
+    assert "claims" not in agent_of(inject(colocated(), agent_image=IMAGE))["resources"]
+
+
+@pytest.mark.parametrize("path", ["", "/dev/shm", "/dev/shm/", "/etc", "/dev/shm/../etc", "/dev/shm/a/b", "qwen", 7])
+def test_a_folder_outside_of_the_nodes_shared_memory_is_refused(path: object) -> None:
+    with pytest.raises(InjectionError, match=r"rolloutfleet\.dev/shared-memory: .*must be /dev/shm/NAME"):
+        inject(colocated(path), agent_image=IMAGE)
+
+
+def test_a_trainer_that_mounts_its_own_dev_shm_is_told_so() -> None:
+    mounts = [{"name": "mine", "mountPath": "/dev/shm/"}]
+    containers = [{"name": "trainer", "image": "t", "volumeMounts": mounts}]
+    with pytest.raises(InjectionError, match="container trainer mounts something at /dev/shm"):
+        inject(colocated(containers=containers), agent_image=IMAGE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -274,10 +275,71 @@ def test_an_update_of_a_dead_leader_is_not_held_by_the_next_one() -> None:
     assert {e["phase"] for e in world.group_status()["engines"]} == {"Serving"}
 
 
+def offloading_world() -> World:
+    world = World(rollout_server(replicas=2))
+    world.server["spec"]["groups"][0]["offload"] = True
+    world.settle()
+    return world
+
+
+def entry(world: World, pod: str, **memory: Any) -> dict[str, Any]:
+    return {"pod": pod, "uid": world.uid(pod), **memory}
+
+
+def test_an_engine_whose_memory_nobody_knows_is_replaced_while_the_trainer_has_the_others() -> None:
+    world = offloading_world()
+    lost, released = world.engine_names()
+    engines = [entry(world, lost, state="Unknown"), entry(world, released, released=["weights"])]
+    memory = {"phase": "Released", "tags": ["weights"], "engines": engines}
+    world.server["status"]["training"] = {"holder": "trainer", "fence": 1, "memory": memory}
+    world.lease = LeaseView(holder="trainer", fence=1, expires_at=world.now + timedelta(hours=9))
+    world.settle(patient=False)
+    assert lost not in world.pods
+    assert released in world.pods
+    reasons = {e["pod"]: e["reason"] for e in world.group_status()["engines"]}
+    assert reasons[released] == "MemoryReleased"
+    assert [reason for pod, reason in reasons.items() if pod != released] == ["TrainerHolds"]
+
+
+def test_engines_that_were_only_drained_go_on_when_their_trainer_has_died() -> None:
+    world = offloading_world()
+    memory = {"phase": "Releasing", "engines": [entry(world, pod) for pod in world.engine_names()]}
+    world.server["status"]["training"] = {"holder": "trainer", "fence": 1, "memory": memory}
+    world.lease = LeaseView(holder="trainer", fence=1, expires_at=world.now + timedelta(seconds=15))
+    pods = world.engine_names()
+    world.paused.update(world.uid(pod) for pod in pods)
+    world.settle(patient=False)
+    assert len(world.paused) == 2, "its trainer lives: hands off"
+    world.now += timedelta(seconds=20)
+    world.settle()
+    assert not world.paused
+    assert world.engine_names() == pods, "nothing was lost by a drain"
+    assert {e["phase"] for e in world.group_status()["engines"]} == {"Serving"}
+
+
+def test_a_group_without_offload_serves_on_while_the_others_memory_is_released() -> None:
+    world = World(rollout_server(replicas=1))
+    world.server["spec"]["groups"][0] |= {"offload": True}
+    world.server["spec"]["groups"].append({"name": "more", "replicas": 1, "engine": {"image": "engine:1"}})
+    world.settle()
+    main, more = world.engine_names()
+    released = entry(world, main, released=["kv_cache"])
+    memory = {"phase": "Released", "tags": ["kv_cache"], "engines": [released]}
+    world.server["status"]["training"] = {"holder": "trainer", "fence": 1, "memory": memory}
+    world.lease = LeaseView(holder="trainer", fence=1, expires_at=world.now + timedelta(hours=1))
+    world.settle(patient=False)
+    assert set(world.listed()) == {world.address(more)}, "a request to the other one would wait for the trainer"
+    world.crash_pod(more)
+    world.settle(patient=False)
+    assert len(world.listed()) == 1
+    assert world.address(main) not in world.listed()
+    assert main in world.pods
+
+
 def test_engines_whose_memory_a_dead_trainer_left_half_released_are_replaced() -> None:
-    world = serving_world(replicas=2)
+    world = offloading_world()
     half, whole = world.engine_names()
-    memory = {"phase": "Resuming", "tags": ["weights"], "engines": [half], "uids": [world.uid(half)]}
+    memory = {"phase": "Resuming", "tags": ["weights"], "engines": [entry(world, half, state="Changing")]}
     world.server["status"]["training"] = {"holder": "trainer", "fence": 1, "memory": memory}
     world.lease = LeaseView(holder="trainer", fence=1, expires_at=world.now + timedelta(hours=1))
     world.settle(patient=False)

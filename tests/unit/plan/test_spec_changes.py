@@ -59,6 +59,9 @@ WORDS: dict[str, list[Any]] = {
     "groups[].template": [{"metadata": {"labels": {"team": "a"}}}, {"spec": {"nodeSelector": {"zone": "b"}}}],
     "groups[].engine.args": [{"mem-fraction-static": "0.8"}, {"page-size": "64", "enable-metrics": ""}],
     "groups[].engine.env": [{"NCCL_CUMEM_ENABLE": "1"}, {"TOKENIZERS_PARALLELISM": "false"}],
+    "groups[].colocation.resourceClaim": ["gpus-{index}-{rank}", "gpus"],
+    "groups[].colocation.request": ["gpu-{index}", "gpu-{index}-{rank}"],
+    "groups[].colocation.sharedMemory": ["/dev/shm/one", "/dev/shm/two"],
     "router.args": [{"log-level": "warn"}],
 }
 """Values of fields whose form a type does not tell."""
@@ -84,6 +87,9 @@ _BASES: dict[str, Spec] = {
             {"name": "held", "role": "Placeholder", "replicas": 1, "engine": {}},
             {"name": "main", "replicas": 1, "engine": ENGINE},
         ]
+    },
+    "colocated": {
+        "groups": [{"name": "main", "replicas": 1, "engine": ENGINE, "colocation": {"resourceClaim": "gpus-{index}"}}]
     },
     "external": {
         "groups": [{"name": "main", "replicas": 1, "engine": ENGINE}],

@@ -298,7 +298,13 @@ class World:
     def assert_right_weights(self, url: str) -> None:
         """The product's first promise: an engine enters a table only with the committed weights."""
         training = training_of(self.fleet(), self.now)
-        assert not training.held, "registered while the trainer holds the fleet"
+        groups = {group.name: group for group in self.fleet().groups}
+        offload = any(
+            groups[pod["metadata"]["labels"]["rolloutfleet.dev/group"]].spec.offload
+            for pod in self.pods.values()
+            if self.url(pod["metadata"]["uid"]) == url
+        )
+        assert not training.holds(offload=offload), "registered while the trainer holds it"
         for uid in self._engines():
             if self.url(uid) == url:
                 label, checksum = self.weights[uid]
