@@ -19,7 +19,6 @@ from rolloutfleet.control.webhook import WebhookSettings, serve
 from rolloutfleet.kube.client import KubeApi
 from rolloutfleet.kube.config import load_credentials
 from rolloutfleet.plan.objects import Defaults
-from rolloutfleet.transport import AiohttpTransport
 
 LIVENESS = "http://0.0.0.0:8080/healthz"
 
@@ -38,7 +37,7 @@ async def run() -> None:
     operator = Operator(
         api=KubeApi(
             credentials,
-            transport=AiohttpTransport(max_connections=32, keep_seconds=60, tls=credentials.tls),
+            max_connections=40,
             before_write=leadership.require,
             observe=metrics.api_answered,
         ),
@@ -90,8 +89,7 @@ def required(name: str) -> str:
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    for chatty in ("httpx", "kopf.objects"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    logging.getLogger("kopf.objects").setLevel(logging.WARNING)
     asyncio.run(run())
 
 
