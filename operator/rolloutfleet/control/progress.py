@@ -1,7 +1,8 @@
 """Status changes that are only progress wait a moment: what the next second will have outdated is not worth a write.
 
 An engine on its normal way changes its phase five times in as many moments, and a fleet has many. What anything rests
-on is written at once: lives and their ends, checksums, whether the fleet serves, whether something is wrong.
+on is written at once: lives and their ends, checksums, whether the fleet serves, whether something is wrong. That a
+life has its pods can wait: until it is written, one that vanishes is made again under its name, as if it had not been.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _COMPUTED = frozenset(
 )
 """Of a status: derived anew with each plan, and told for people alone."""
 _NOT_OURS = "training"
-_ENGINE_COMPUTED = frozenset({"phase", "reason", "message", "url", "started"})
+_ENGINE_COMPUTED = frozenset({"phase", "reason", "message", "url", "started", "servingSince"})
 """Not the weight version: an update is made of those engines that status says to have the fleet's weights, and routers
 are told of an engine only after that."""
 _TELLING = ("Ready", "Degraded")
@@ -70,7 +71,22 @@ def only_progress(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
     """Whether a status differs in nothing but steps of a normal way."""
     if _routable(after) < _routable(before):
         return False
-    return _substance(before) == _substance(after)
+    return _substance(before) == _substance(_without_first_pods(before, after))
+
+
+def _without_first_pods(before: Mapping[str, Any], after: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Lives that had no pods before are told as if they had none yet."""
+    engines = after.get("engines")
+    if not isinstance(engines, list):
+        return after
+    bare = {(e["index"], e["epoch"]) for e in before.get("engines") or () if not e.get("podUid")}
+    return {
+        **after,
+        "engines": [
+            {**engine, "pod": "", "podUid": ""} if (engine["index"], engine["epoch"]) in bare else engine
+            for engine in engines
+        ],
+    }
 
 
 def _routable(status: Mapping[str, Any]) -> int:

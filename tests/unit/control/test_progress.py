@@ -53,6 +53,7 @@ def server(condition: dict[str, str] | None = None, engines: dict[str, int] | No
     "after",
     [
         group({"phase": "Starting", "reason": "Loading", "url": "http://10.0.0.1:30000", "started": True}),
+        group({"phase": "Serving", "reason": "", "servingSince": "2026-01-01T00:00:10+00:00"}),
         group(ready=1, replicas=1, routable=2, weightVersion=0, selector="a=b"),
         group(conditions=[{"type": "Ready", "status": "False", "reason": "Loading", "message": "other"}]),
     ],
@@ -82,6 +83,13 @@ def test_steps_on_the_normal_way_are_progress(after: dict[str, Any]) -> None:
 )
 def test_lives_checksums_and_whether_it_serves_are_not(after: dict[str, Any]) -> None:
     assert not only_progress(GROUP, after)
+
+
+def test_that_a_life_has_its_pods_can_wait_and_that_it_lost_them_cannot() -> None:
+    made, bare = group(), group({"pod": "", "podUid": ""})
+    assert only_progress(bare, made)
+    assert not only_progress(made, bare)
+    assert not only_progress(bare, group({"epoch": 2})), "another life"
 
 
 @pytest.mark.parametrize(
