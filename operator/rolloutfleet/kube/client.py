@@ -117,8 +117,10 @@ class KubeApi:
     async def close(self) -> None:
         await self._wire.close()
 
-    async def get(self, resource: Resource, name: str, *, namespace: str | None = None) -> Object:
-        return await self._request("get", resource.plural, resource.path(namespace, name))
+    async def get(self, resource: Resource, name: str, *, namespace: str | None = None, cached: bool = False) -> Object:
+        """`cached`: as the API server has it in memory, which may be a moment old and does not ask etcd."""
+        parameters = {"resourceVersion": "0"} if cached else None
+        return await self._request("get", resource.plural, resource.path(namespace, name), parameters=parameters)
 
     async def serves(self, group: str, version: str, plural: str) -> bool:
         """Whether the cluster has such objects at all."""

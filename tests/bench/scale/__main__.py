@@ -250,9 +250,10 @@ async def _answers(http: httpx.AsyncClient, url: str) -> bool:
 async def main(arguments: argparse.Namespace) -> None:
     plane = ControlPlane(arguments.limits)
     try:
-        bench = Bench(arguments, plane, await plane.start())
+        api = await plane.start()
         say(f"control plane up, limits {arguments.limits}")
-        result = await bench.run()
+        result = await Bench(arguments, plane, api).run()
+        await api.close()
     except BaseException:
         for name in ("operator", "apiserver"):
             log = STATE / "logs" / f"{name}.log"
