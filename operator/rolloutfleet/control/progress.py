@@ -13,6 +13,9 @@ from typing import Any
 from rolloutfleet.plan.actions import Action, ApplyStatus, Emit, Requeue
 
 PROGRESS_SECONDS = 2.0
+CROWD = 8
+MOST_PATIENCE = 5.0
+"""Times as long."""
 
 _COMPUTED = frozenset(
     {"replicas", "ready", "selector", "weightVersion", "observedGeneration", "groups", "router", "weights"}
@@ -29,16 +32,21 @@ _TELLING = ("Ready", "Degraded")
 class Progress:
     """Since when status changes have waited, by kind and name of the object."""
 
-    def __init__(self, seconds: float = PROGRESS_SECONDS) -> None:
-        self._seconds = seconds
+    def __init__(self) -> None:
         self._since: dict[tuple[str, str], float] = {}
 
     def held_back(
-        self, actions: Sequence[Action], held: Mapping[tuple[str, str], Mapping[str, Any]], now: float
+        self,
+        actions: Sequence[Action],
+        held: Mapping[tuple[str, str], Mapping[str, Any]],
+        now: float,
+        *,
+        seconds: float = PROGRESS_SECONDS,
     ) -> list[Action]:
         """The actions without statuses that can wait, and without the events about what those would have told.
 
-        `held`: the statuses as they are, by kind and name. `now`: seconds of any clock that runs evenly.
+        `held`: the statuses as they are, by kind and name. `now`: seconds of any clock that runs evenly. `seconds`: how
+        long what is only progress waits.
         """
         waiting: set[tuple[str, str]] = set()
         kept: list[Action] = []
@@ -46,7 +54,7 @@ class Progress:
             match action:
                 case ApplyStatus(kind=kind, name=name, status=status):
                     place = (kind, name)
-                    rest = self._rest(place, held.get(place, {}), status, now)
+                    rest = self._rest(place, only_progress(held.get(place, {}), status), now, seconds)
                     if rest > 0:
                         waiting.add(place)
                         kept.append(Requeue(seconds=rest))
@@ -56,15 +64,19 @@ class Progress:
             kept.append(action)
         return kept
 
-    def _rest(self, place: tuple[str, str], before: Mapping[str, Any], after: Mapping[str, Any], now: float) -> float:
+    def _rest(self, place: tuple[str, str], progress: bool, now: float, seconds: float) -> float:
         """Seconds that this status may still wait."""
-        if only_progress(before, after):
-            since = self._since.setdefault(place, now)
-            rest = since + self._seconds - now
+        if progress:
+            rest = self._since.setdefault(place, now) + seconds - now
             if rest > 0:
                 return rest
         self._since.pop(place, None)
         return 0.0
+
+
+def patience(seconds: float, *, waiting: int) -> float:
+    """How long progress waits while so many fleets wait for their plans: work goes before words."""
+    return seconds * min(1.0 + waiting / CROWD, MOST_PATIENCE)
 
 
 def only_progress(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rolloutfleet.control.progress import PROGRESS_SECONDS, Progress, only_progress
+from rolloutfleet.control.progress import PROGRESS_SECONDS, Progress, only_progress, patience
 from rolloutfleet.plan.actions import Action, ApplyStatus, CreatePod, Emit, Requeue
 
 NOW = 1000.0
@@ -152,3 +152,15 @@ def test_events_of_other_objects_and_earlier_ones_stay() -> None:
     assert put_back in kept
     assert other in kept
     assert kinds(kept) == ["Emit", "Requeue", "CreatePod", "Emit"]
+
+
+def test_a_busy_operator_tells_of_progress_later_but_tells() -> None:
+    assert patience(2.0, waiting=0) == 2.0
+    assert patience(2.0, waiting=8) == 4.0
+    assert patience(2.0, waiting=10_000) == 10.0
+    assert patience(0.0, waiting=100) == 0.0
+
+    progress, held = Progress(), {("ServerGroup", "g"): GROUP}
+    changed = statuses(group({"phase": "Starting"}))
+    progress.held_back(changed, held, NOW, seconds=10)
+    assert progress.held_back(changed, held, NOW + 3, seconds=2) == changed, "the crowd has gone"
