@@ -15,12 +15,10 @@ from rolloutfleet.api.agent import (
     FleetView,
     Generated,
     MemoryResult,
-    Sample,
-    SampleGroup,
     SamplingParams,
     UpdateResult,
-    VersionSpan,
 )
+from rolloutfleet.api.samples import Sample, SampleGroup, SampleStatus, VersionSpan
 from rolloutfleet.trainer.checkpoints import NonFiniteWeights, prune_checkpoints, save_checkpoint
 from rolloutfleet.trainer.client import AgentUnreachable, Fleet, FleetError, NotReady, Refused, connect
 
@@ -36,6 +34,7 @@ __all__ = [
     "Refused",
     "Sample",
     "SampleGroup",
+    "SampleStatus",
     "SamplingParams",
     "UpdateResult",
     "VersionSpan",

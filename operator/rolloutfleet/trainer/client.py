@@ -25,12 +25,12 @@ from rolloutfleet.api.agent import (
     MemoryRequest,
     MemoryResult,
     MemoryTag,
-    SampleGroup,
     SamplingParams,
     UpdateResult,
     UpdateWeights,
 )
 from rolloutfleet.api.names import AGENT_PORT
+from rolloutfleet.api.samples import SampleGroup
 
 URL_VARIABLE = "ROLLOUTFLEET_AGENT_URL"
 CALL_SECONDS = 30.0
