@@ -111,8 +111,9 @@ class Runs(RuleBasedStateMachine):
     def start_agent(self, name: str, fuse: int | None) -> None:
         database = self.store.connect()
         database.fuse = fuse
-        self.agents.pop(name, None)
+        ended = [self.agents.pop(name)] if name in self.agents else []
         if not self.shared:
+            ended += self.agents.values()
             self.agents.clear()
         try:
             ledger = Ledger(database, self.run, agent=name, shared=self.shared, session_seconds=10)
@@ -121,6 +122,12 @@ class Runs(RuleBasedStateMachine):
             return
         database.fuse = None
         self.agents[name] = Agent(ledger, database)
+        for agent in ended:  # a former process may be there still, frozen, and thaw now
+            with pytest.raises(Fenced):
+                agent.ledger.claim(1)
+            with pytest.raises(Fenced):
+                agent.ledger.save([finished(claim) for claim in agent.claims])
+            agent.database.close()
 
     def living(self, name: str) -> Agent:
         if name not in self.agents:
