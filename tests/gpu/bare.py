@@ -27,6 +27,8 @@ class Bare:
         self._device = device
         self._bucket_bytes = bucket_bytes
         self._group: Any = None
+        if device == "cpu":
+            torch.multiprocessing.set_sharing_strategy("file_system")
 
     def whole(self, transfer: Callable[[], float], label: str) -> dict[str, float]:
         """Seconds by step, of an update without a session, in which nothing can fail."""

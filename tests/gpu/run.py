@@ -20,7 +20,7 @@ from typing import Any
 from gpu.engines import ROOT, Engine, call
 
 START_SECONDS = 240.0
-SCENARIOS = ("mismatch", "measure", "casualty", "die-before", "die-while")
+SCENARIOS = ("mismatch", "measure", "load", "casualty", "die-before", "die-while")
 
 
 class Stage:
@@ -201,6 +201,11 @@ def measure(stage: Stage) -> None:
     list(stage.lines(process, "measure"))
 
 
+def load(stage: Stage) -> None:
+    process = stage.trainer("load", distributed_engine=stage.engines["e1"].url, version=stage.committed("far"))
+    list(stage.lines(process, "load"))
+
+
 def casualty(stage: Stage) -> None:
     """e2 stops in the middle of a broadcast and is killed 2 s later; e1 survives."""
     stage.describe("far", ["e1", "e2"])
@@ -281,7 +286,7 @@ def _utilization() -> str:
 
 def play(stage: Stage, only: list[str]) -> None:
     near = [stage.launch("e0", 18100, model=0, near=True)] if "measure" in only else []
-    e1 = stage.launch("e1", 18110, model=0)
+    stage.launch("e1", 18110, model=0)
     # On a small machine without a GPU, two engines are enough for what needs no third.
     e2 = None if stage.cpu and near else stage.launch("e2", 18120, model=1)
     started = {engine.name: engine.wait(START_SECONDS) for engine in stage.engines.values()}
@@ -294,6 +299,8 @@ def play(stage: Stage, only: list[str]) -> None:
         mismatch(stage)
     if "measure" in only:
         measure(stage)
+    if "load" in only:
+        load(stage)
     if "casualty" in only:
         casualty(stage)
     if "die-while" in only and e2 is not None and e2.process.poll() is not None:

@@ -12,6 +12,7 @@ import statistics
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from gpu.engines import tokens
-from rolloutfleet.trainer import connect
+from gpu.engines import call, tokens
+from rolloutfleet.api.agent import PauseMode
+from rolloutfleet.trainer import Fleet, FleetError, connect
 from rolloutfleet.trainer.groups import Groups
 
 Options = dict[str, Any]
@@ -103,60 +105,86 @@ class Measured:
 
 
 def measure(options: Options) -> None:
-    from gpu.bare import Bare  # SGLang's own helpers: only where they are compared with
-
     run = Measured(options)
     tell("weights", gigabytes=round(run.bytes / 1e9, 3), tensors=len(run.states[0]))
     far, near = connect(url=options["distributed_agent"]), connect(url=options["tensor_agent"])
-    distant, close = options["distributed_engine"], options["tensor_engine"]
     for size in options["bucket_mib"]:
-        limit = size * MIB
-        hand = Bare(distant, device=options["device"], bucket_bytes=limit)
-        joined: list[float] = []
-
-        def sent(k: int, version: int, limit: int = limit) -> Any:
-            return far.update_weights(
-                run.states[k], version=version, transport="distributed", bucket_bytes=limit, timeout=60
-            )
-
-        def sent_by_hand(k: int, hand: Bare = hand, joined: list[float] = joined) -> dict[str, float]:
-            if not joined:
-                joined.append(hand.join(options["port"]))
-                options["port"] += 1
-            return hand.whole(lambda: hand.distributed(run.states[k]), "0")
-
-        run.compare(f"distributed, buckets of {size} MiB", distant, sent, sent_by_hand)
-        tell("group joined by hand", seconds=joined)
-        hand.leave()
+        attempt(distributed, run, far, size)
     for size in options["bucket_mib"]:
-        limit = size * MIB
-        shared = Bare(close, device=options["device"], bucket_bytes=limit)
-
-        def given(k: int, version: int, limit: int = limit) -> Any:
-            return near.update_weights(
-                run.states[k], version=version, transport="tensor", bucket_bytes=limit, timeout=60
-            )
-
-        def given_by_hand(k: int, shared: Bare = shared) -> dict[str, float]:
-            return shared.whole(lambda: shared.tensor(run.states[k]), "0")
-
-        run.compare(f"tensor, buckets of {size} MiB", close, given, given_by_hand)
-    hand = Bare(distant, device=options["device"], bucket_bytes=MIB)
-    folders = [f"{options['mount']}/m{k}" for k in (0, 1)]
-    run.options = {**options, "rounds": 2}
-    run.compare(
-        "disk",
-        distant,
-        lambda k, version: far.update_weights(folders[k], version=version, timeout=60),
-        lambda k: hand.whole(lambda: hand.disk(folders[k]), "0"),
-    )
-    memory(options, run, near)
+        attempt(tensor, run, near, size)
+    attempt(disk, run, far)
+    attempt(memory, run, near)
     far.close()
     near.close()
 
 
-def memory(options: Options, run: Measured, fleet: Any) -> None:
+def attempt(part: Callable[..., None], *arguments: Any) -> None:
+    """What comes after a failure is measured all the same."""
+    try:
+        part(*arguments)
+    except Exception:
+        tell(f"{part.__name__} FAILED", error=traceback.format_exc()[-2000:])
+
+
+def by_hand(run: Measured, url: str, size: int) -> Any:
+    from gpu.bare import Bare  # SGLang's own helpers: only where they are compared with
+
+    return Bare(url, device=run.options["device"], bucket_bytes=size * MIB)
+
+
+def distributed(run: Measured, fleet: Fleet, size: int) -> None:
+    url = run.options["distributed_engine"]
+    hand = by_hand(run, url, size)
+    joined: list[float] = []
+
+    def ours(k: int, version: int) -> Any:
+        return fleet.update_weights(
+            run.states[k], version=version, transport="distributed", bucket_bytes=size * MIB, timeout=60
+        )
+
+    def bare(k: int) -> dict[str, float]:
+        if not joined:
+            joined.append(hand.join(run.options["port"]))
+            run.options["port"] += 1
+        seconds: dict[str, float] = hand.whole(lambda: hand.distributed(run.states[k]), "0")
+        return seconds
+
+    run.compare(f"distributed, buckets of {size} MiB", url, ours, bare)
+    tell("group joined by hand", seconds=joined)
+    hand.leave()
+
+
+def tensor(run: Measured, fleet: Fleet, size: int) -> None:
+    url = run.options["tensor_engine"]
+    hand = by_hand(run, url, size)
+
+    def ours(k: int, version: int) -> Any:
+        return fleet.update_weights(
+            run.states[k], version=version, transport="tensor", bucket_bytes=size * MIB, timeout=60
+        )
+
+    def bare(k: int) -> dict[str, float]:
+        seconds: dict[str, float] = hand.whole(lambda: hand.tensor(run.states[k]), "0")
+        return seconds
+
+    run.compare(f"tensor, buckets of {size} MiB", url, ours, bare)
+
+
+def disk(run: Measured, fleet: Fleet) -> None:
+    url = run.options["distributed_engine"]
+    hand = by_hand(run, url, 1)
+    folders = [f"{run.options['mount']}/m{k}" for k in (0, 1)]
+    run.compare(
+        "disk",
+        url,
+        lambda k, version: fleet.update_weights(folders[k], version=version, timeout=60),
+        lambda k: hand.whole(lambda: hand.disk(folders[k]), "0"),
+    )
+
+
+def memory(run: Measured, fleet: Fleet) -> None:
     """Offload, the trainer's turn, then weights -> update -> KV cache."""
+    options = run.options
     gpu = options["tensor_gpu"]
 
     def used() -> int | None:
@@ -201,6 +229,47 @@ def mismatch(options: Options) -> None:
         tell("mismatch", refused=True, seconds=seconds, error=f"{type(error).__name__}: {error}")
 
 
+def load(options: Options) -> None:
+    """Each pause mode while requests run."""
+    states = loaded(options)
+    fleet = connect(url=options["distributed_agent"])
+    version = options["version"]
+    stop = threading.Event()
+    ended: list[str] = []
+
+    def generate() -> None:
+        sampling = {"max_new_tokens": 200, "temperature": 0, "ignore_eos": True}
+        while not stop.is_set():
+            status, answer = call(
+                options["distributed_engine"], "/generate", {"input_ids": [1, 2, 3], "sampling_params": sampling}
+            )
+            ended.append(answer["meta_info"]["finish_reason"]["type"] if status == 200 else str(status))
+
+    senders = [threading.Thread(target=generate) for _ in range(12)]
+    for sender in senders:
+        sender.start()
+    modes: tuple[PauseMode, ...] = ("Retract", "InPlace", "Abort", "Retract")
+    for mode in modes:
+        time.sleep(2.0)
+        ended.clear()
+        version += 1
+        try:
+            result = fleet.update_weights(
+                states[version % 2], version=version, pause_mode=mode, transport="distributed", timeout=60
+            )
+            told: Options = {"seconds": result.seconds, "verdicts": [verdict.outcome for verdict in result.engines]}
+        except FleetError as error:
+            told = {"error": str(error)}
+        right = tokens(options["distributed_engine"]) == options["tokens"][version % 2]
+        time.sleep(3.0)
+        counted = {reason: ended.count(reason) for reason in sorted(set(ended))}
+        tell("under load", mode=mode, tokens_right=right, requests_ended=counted, **told)
+    stop.set()
+    for sender in senders:
+        sender.join()
+    fleet.close()
+
+
 def casualty(options: Options) -> None:
     """Two engines; one dies in the middle of the second update. The orchestrator kills it when told."""
     states = loaded(options)
@@ -236,13 +305,13 @@ def die(options: Options) -> None:
     fleet.update_weights(states[version % 2], version=version, transport="distributed", timeout=60)
     send = Groups.broadcasting
 
-    def die_before(self: Groups, flat: torch.Tensor) -> Any:
+    def die_before(self: Groups, flat: torch.Tensor, **options: Any) -> Any:
         time.sleep(1.0)
         tell("dying", at=time.time())
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def die_while(self: Groups, flat: torch.Tensor) -> Any:
-        sent = send(self, flat)
+    def die_while(self: Groups, flat: torch.Tensor, **how: Any) -> Any:
+        sent = send(self, flat, **how)
         time.sleep(options["after_seconds"])
         tell("dying", at=time.time(), sent=[part.done() for part in sent.values()])
         os.kill(os.getpid(), signal.SIGKILL)
@@ -255,5 +324,5 @@ def die(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    scenario = {"measure": measure, "mismatch": mismatch, "casualty": casualty, "die": die}[sys.argv[1]]
+    scenario = {"measure": measure, "mismatch": mismatch, "load": load, "casualty": casualty, "die": die}[sys.argv[1]]
     scenario(json.loads(Path(sys.argv[2]).read_text()))
