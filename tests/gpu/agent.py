@@ -28,6 +28,7 @@ from rolloutfleet.agent.updates import Updater
 from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.engine.sglang import EngineClient
+from rolloutfleet.engine.worker import WorkerClient, worker_url
 from rolloutfleet.kube.client import KubeApi
 from unit.agent.world import SERVER_UID, Cluster
 
@@ -106,12 +107,15 @@ async def serve(described: Path, port: int) -> None:
     def engine(url: str) -> EngineClient:
         return EngineClient(url, http=http)
 
+    def worker(url: str) -> WorkerClient:
+        return WorkerClient(worker_url(url), http=http)
+
     fleet = Fleet(api=api, namespace="rl", role="actor", name="qwen", pod_name="train", pod_uid="uid-train")
     leadership = Leadership(api=api, namespace="rl", fleet=fleet, identity="train")
     role = Role(
         fleet=fleet,
         leadership=leadership,
-        updater=Updater(fleet=fleet, leadership=leadership, engine=engine),
+        updater=Updater(fleet=fleet, leadership=leadership, engine=engine, worker=worker),
         sessions=Sessions(fleet=fleet, leadership=leadership, engine=engine, address="127.0.0.1"),
         memory=Memory(fleet=fleet, leadership=leadership, engine=engine),
         sampler=Sampler(fleet=fleet, router=lambda url: RouterClient(url, http=http)),
