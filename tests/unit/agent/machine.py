@@ -181,6 +181,8 @@ class Machine:
     numbers: list[int] = field(default_factory=list)
     """How many lives each engine has had."""
     frozen: bool = False
+    roles: Sequence[str] = ()
+    """Of the engines, where they are no Regular ones."""
 
     async def begin(self) -> None:
         self.cluster = Cluster()
@@ -426,6 +428,12 @@ class Machine:
                 "url": self.url(index),
                 "pod": f"qwen-main-{index}-e{self.numbers[index]}-r0",
                 "podUid": self.uid(index),
+                "facts": {
+                    "role": self.roles[index] if self.roles else "Regular",
+                    "tensorParallel": 1,
+                    "pipelineParallel": 1,
+                    "memorySaver": True,
+                },
             }
             for index in range(len(self.lives))
         ]
