@@ -31,6 +31,7 @@ from rolloutfleet.api.names import (
 )
 from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.sglang import EngineClient
+from rolloutfleet.engine.worker import WorkerClient, worker_url
 from rolloutfleet.kube import client as kube
 from rolloutfleet.kube.resources import Resource
 from rolloutfleet.plan.observed import pod_url
@@ -375,7 +376,12 @@ async def trainer(fleet: Fleet) -> AsyncIterator[Updater]:
     await leadership.lease.acquire()
     keeping = asyncio.create_task(leadership.lease.keep())
     try:
-        yield Updater(fleet=view, leadership=leadership, engine=lambda url: EngineClient(url, http=http))
+        yield Updater(
+            fleet=view,
+            leadership=leadership,
+            engine=lambda url: EngineClient(url, http=http),
+            worker=lambda url: WorkerClient(worker_url(url), http=http),
+        )
     finally:
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)

@@ -12,7 +12,7 @@ from api_server.wire import Network, Wires
 from rolloutfleet.control.operator import WATCHED, Operator
 from rolloutfleet.plan.objects import Defaults
 
-DEFAULTS = Defaults(router_image="router:1", placeholder_image="pause:1")
+DEFAULTS = Defaults(router_image="router:1", placeholder_image="pause:1", agent_image="agent:1")
 
 KILL_SECONDS = 0.2
 KILLS = 50

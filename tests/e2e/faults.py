@@ -15,6 +15,8 @@ from pathlib import Path
 ENGINE_PROCESS = b"sglang"
 STAND_IN_PROCESS = b"/stand-in/engine.py"
 OPERATOR_PROCESS = b"rolloutfleet"
+CONTROL_PLANE = b"--advertise-address=10.89.0.10"
+"""Of the local cluster, among the words of its API server."""
 
 
 class NotFound(AssertionError):
@@ -81,3 +83,33 @@ def cut_off(node: str) -> Iterator[None]:
         guard.stdin.close()  # the guard reads the end of its input: of our own accord, or since we have died
         if guard.wait(timeout=10) != 0:
             raise RuntimeError(f"link {link} is not up again: ip link set {link} up")
+
+
+@contextlib.contextmanager
+def without_api_server(seconds: float) -> Iterator[None]:
+    """The local cluster's API server stands still for so long, from the start of the block on; it goes on when the
+    block ends, however this process ends."""
+    (server,) = [
+        int(process.name)
+        for process in Path("/proc").glob("[0-9]*")
+        if b"kube-apiserver" in (words := _words(process)) and CONTROL_PLANE in words
+    ]
+    guard = subprocess.Popen(
+        ["sh", "-c", f"read line; kill -CONT {server}"], stdin=subprocess.PIPE, start_new_session=True
+    )
+    assert guard.stdin is not None
+    began = time.monotonic()
+    try:
+        os.kill(server, signal.SIGSTOP)
+        yield
+        time.sleep(max(began + seconds - time.monotonic(), 0.0))  # that is the fault
+    finally:
+        guard.stdin.close()
+        guard.wait(timeout=10)
+
+
+def _words(process: Path) -> bytes:
+    try:
+        return (process / "cmdline").read_bytes()
+    except OSError:
+        return b""  # it has ended meanwhile

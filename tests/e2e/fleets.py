@@ -165,14 +165,15 @@ class Trainer:
         self.pod = pod
         self.role = role
 
-    def __call__(self, expression: str, *, timeout: float = 180.0) -> Any:
-        """The value of an expression over `fleet`; models come back as plain data."""
+    def __call__(self, expression: str, *, before: str = "", timeout: float = 180.0) -> Any:
+        """The value of an expression over `fleet`, after some lines; models come back as plain data."""
         code = (
             "import json\n"
             "from rolloutfleet.trainer import connect\n"
             f"fleet = connect({self.role!r})\n"
             "def plain(x):\n"
             "    return x.model_dump(mode='json') if hasattr(x, 'model_dump') else str(x)\n"
+            f"{before}\n"
             f"print('RESULT' + json.dumps({expression}, default=plain))\n"
         )
         try:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from rolloutfleet.engine.checkpoint import CheckpointError, differences, read_checkpoint
+from rolloutfleet.engine.checkpoint import differences, read_checkpoint
+from rolloutfleet.engine.errors import CheckpointError
 from rolloutfleet.trainer import NonFiniteWeights, prune_checkpoints, save_checkpoint
 
 
@@ -36,8 +39,8 @@ class Checkpoints(unittest.TestCase):
         self.assertEqual((path / "model.safetensors").stat().st_mode & 0o777, 0o644)
 
     def test_weights_that_are_no_numbers_are_refused_by_name_and_leave_nothing(self) -> None:
-        for poison in (float("nan"), float("inf")):
-            state = {**self.state, "b.weight": torch.tensor([1.0, poison])}
+        for poison, dtype in ((float("nan"), torch.float32), (-float("inf"), torch.bfloat16), (1e9, torch.float8_e5m2)):
+            state = {**self.state, "b.weight": torch.tensor([1.0, poison]).to(dtype)}
             with self.assertRaisesRegex(NonFiniteWeights, r"b\.weight"):
                 save_checkpoint(state, self.weights, version=1, base=self.base)
         self.assertEqual(list(self.weights.iterdir()), [])
@@ -50,9 +53,11 @@ class Checkpoints(unittest.TestCase):
         self.assertEqual((path / "model.safetensors").stat().st_ino, before)
 
     def test_a_write_that_fails_leaves_no_folder_that_an_engine_could_take(self) -> None:
-        broken = {"a.weight": torch.ones(2), 7: torch.ones(2)}  # safetensors refuses the name while writing
-        with self.assertRaises(Exception):  # noqa: B017
-            save_checkpoint(broken, self.weights, version=1, base=self.base)  # type: ignore[arg-type]
+        full = OSError(errno.ENOSPC, "No space left on device")
+        with mock.patch("os.fsync", side_effect=full), self.assertRaises(OSError) as raised:
+            save_checkpoint(self.state, self.weights, version=1, base=self.base)
+        found = (raised.exception.errno, raised.exception.filename)
+        self.assertEqual(found, (errno.ENOSPC, str(self.weights / "v000001")))
         with self.assertRaisesRegex(FileNotFoundError, "config.json"):
             save_checkpoint(self.state, self.weights, version=1, base=self.root / "none")
         self.assertEqual(list(self.weights.iterdir()), [])
@@ -67,7 +72,7 @@ class Checkpoints(unittest.TestCase):
     def test_pruning_keeps_the_newest_and_refuses_to_keep_less_than_two(self) -> None:
         for version in (1, 2, 10):
             save_checkpoint(self.state, self.weights, version=version, base=self.base)
-        prune_checkpoints(self.weights, keep=2)
+        self.assertEqual(prune_checkpoints(self.weights, keep=2), [self.weights / "v000001"])
         self.assertEqual(sorted(path.name for path in self.weights.iterdir()), ["v000002", "v000010"])
         with self.assertRaisesRegex(ValueError, "keep"):
             prune_checkpoints(self.weights, keep=1)

@@ -19,6 +19,7 @@ from rolloutfleet.agent.updates import Updater
 from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.engine.sglang import EngineClient
+from rolloutfleet.engine.worker import WorkerClient, worker_url
 from rolloutfleet.kube.client import ApiError, KubeApi
 from rolloutfleet.kube.config import load_credentials
 
@@ -31,6 +32,9 @@ async def run(settings: Settings) -> None:
 
     def engine(url: str) -> EngineClient:
         return EngineClient(url, http=http)
+
+    def worker(url: str) -> WorkerClient:
+        return WorkerClient(worker_url(url), http=http)
 
     def router(url: str) -> RouterClient:
         return RouterClient(url, http=http)
@@ -49,7 +53,7 @@ async def run(settings: Settings) -> None:
         roles[name] = Role(
             fleet=fleet,
             leadership=leadership,
-            updater=Updater(fleet=fleet, leadership=leadership, engine=engine),
+            updater=Updater(fleet=fleet, leadership=leadership, engine=engine, worker=worker),
             sessions=Sessions(fleet=fleet, leadership=leadership, engine=engine, address=settings.pod_ip),
             memory=Memory(fleet=fleet, leadership=leadership, engine=engine),
             sampler=Sampler(fleet=fleet, router=router),

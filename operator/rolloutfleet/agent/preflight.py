@@ -10,12 +10,16 @@ from pathlib import Path, PurePosixPath
 from rolloutfleet.agent.errors import AgentError, conflict, invalid
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.api.agent import TensorMeta, UpdateOptions
-from rolloutfleet.engine.checkpoint import Checkpoint, CheckpointError, differences, missing, read_checkpoint, unfit
+from rolloutfleet.engine.checkpoint import Checkpoint, differences, missing, read_checkpoint, unfit
+from rolloutfleet.engine.errors import CheckpointError
+from rolloutfleet.engine.versions import is_delta
 
 logger = logging.getLogger(__name__)
 
 DIFFERENCES_SHOWN = 5
 DIFFERENCES_TOLD = 100
+MOVING_NAMES = frozenset({"latest", "newest", "current", "last"})
+ONE_FOLDER = "write each version into a folder of its own, named when it is complete, and never change it"
 
 
 def target_version(fleet: Fleet, options: UpdateOptions) -> int:
@@ -37,8 +41,11 @@ def target_version(fleet: Fleet, options: UpdateOptions) -> int:
     return target
 
 
-def checkpoint_folder(fleet: Fleet, path: str) -> Path:
-    """Raises AgentError unless `path` is a folder of the volume that engines see."""
+def checkpoint_folder(fleet: Fleet, path: str, target: int) -> Path:
+    """Raises AgentError unless `path` is a folder of the volume that engines see, and of version `target` alone.
+
+    Engines read it now, and those that come back later read it again: what it names must never change.
+    """
     server = fleet.connected()
     if server.spec.weights is None:
         raise conflict("NoWeightsVolume", f"RolloutServer {server.name} has no spec.weights: engines see no checkpoint")
@@ -46,6 +53,14 @@ def checkpoint_folder(fleet: Fleet, path: str) -> Path:
     folder = PurePosixPath(path)
     if ".." in folder.parts or not folder.is_relative_to(mount) or folder == mount:
         raise invalid("PathOutsideVolume", f"path {path}: must be a folder below {mount}")
+    weights = fleet.training.weights
+    if weights is not None and weights.path == path and weights.version != target:
+        raise invalid("MutablePath", f"path {path}: holds version {weights.version}; {ONE_FOLDER}")
+    if folder.name.lower() in MOVING_NAMES:
+        raise invalid("MutablePath", f"path {path}: a name for whatever is newest; {ONE_FOLDER}")
+    link = next((part for part in (folder, *folder.parents) if part != mount and Path(part).is_symlink()), None)
+    if link is not None and link.is_relative_to(mount):
+        raise invalid("MutablePath", f"path {path}: {link} is a symbolic link; {ONE_FOLDER}")
     return Path(folder)
 
 
@@ -60,6 +75,8 @@ def compare_checkpoint(fleet: Fleet, path: Path) -> bool:
         logger.warning("%s is not mounted in the agent: the checkpoint cannot be checked before the pause", mount)
         return False
     try:
+        if is_delta(path) and (spec is None or spec.local_copy is None):
+            raise conflict("NoLocalCopy", f"path {path}: a delta, which needs spec.weights.localCopy in {fleet.name}")
         new = read_checkpoint(path)
     except (CheckpointError, OSError) as error:
         raise invalid("BadCheckpoint", f"path {path}: {error}") from error

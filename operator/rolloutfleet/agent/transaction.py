@@ -59,7 +59,9 @@ class Transaction:
         target: int,
         transport: Transport,
         path: str,
+        began: float | None = None,
     ) -> None:
+        """`began`: by the monotonic clock, if something was done before that counts."""
         self._fleet = fleet
         self._leadership = leadership
         self._engine = engine
@@ -71,7 +73,7 @@ class Transaction:
         self.errors: dict[str, str] = {}
         """Engines that have fallen out, by UID, and why."""
         self.seconds: dict[str, float] = {}
-        self._began = time.monotonic()
+        self._began = time.monotonic() if began is None else began
         self.deadline = self._began + options.timeout_seconds
         """Of all that comes before the checksums, by the monotonic clock."""
         self.began_to_load = self._began
@@ -81,8 +83,6 @@ class Transaction:
         memory = self._before.memory.engines if self._before.memory else ()
         self._offloaded = {entry.uid for entry in memory if entry.released}
         """Engines whose memory is released are paused already, and go on when the last tag is resident."""
-        self._untouchable = {entry.uid for entry in memory if entry.state != "Known" or "weights" in entry.released}
-        """There is nothing that weights could be written to, or nobody knows."""
         self._previous = self._before.weights or TrainingWeights(phase=WeightsPhase.COMMITTED, version=0)
         self._previous_checksums = fleet.committed_checksums()
         self._intent = self._previous
@@ -103,7 +103,7 @@ class Transaction:
     async def begin(self) -> None:
         """Raises AgentError when there is nobody to update, or we do not lead; ApiError. Nothing was paused then."""
         self._leadership.require()
-        self.participants = self._found()
+        self.participants = participants_in(self._fleet)
         if not self.participants:
             raise unavailable("NoEngines", f"RolloutServer {self._fleet.name} has no engine that could be updated now")
         ends = datetime.now(UTC) + timedelta(
@@ -127,7 +127,7 @@ class Transaction:
         but what it has asked of a router before may still be under way."""
         await self._fleet.refresh()
         known = {participant.uid for participant in self.participants}
-        self.participants += [late for late in self._found() if late.uid not in known]
+        self.participants += [late for late in participants_in(self._fleet) if late.uid not in known]
 
         async def ask(_: Participant, engine: EngineClient, seconds: float) -> None:
             await engine.require_fleet(self._fleet.id, seconds=seconds)
@@ -236,21 +236,6 @@ class Transaction:
         )
 
     # Who takes part
-
-    def _found(self) -> list[Participant]:
-        """Engines that may be answering requests, or could be by the time the update ends."""
-        training = self._fleet.training
-        held = set(training.memory.uids) if training.memory else set()
-        if training.weights is not None:
-            # Proved by our own last update: status may not say Serving again yet.
-            held |= {verdict.uid for verdict in training.weights.engines if verdict.outcome == "Committed"}
-        return [
-            participant_of(group, engine)
-            for group, engine in self._fleet.trained_engines()
-            if engine.url
-            and engine.pod_uid not in self._untouchable
-            and _takes_part(engine, self._fleet.committed_version, held)
-        ]
 
     async def _unless_lost(self, participant: Participant, doing: Coroutine[Any, Any, None]) -> None:
         """Raises EngineError when the engine's life has ended: a machine that has vanished answers nothing at all."""
@@ -387,6 +372,23 @@ def participant_of(group: ServerGroup, engine: EngineStatus) -> Participant:
         ranks=shape.tensor_parallel if shape is not None else 1,
         pipeline_stages=shape.pipeline_parallel if shape is not None else 1,
     )
+
+
+def participants_in(fleet: Fleet) -> list[Participant]:
+    """Engines that may be answering requests, or could be by the time an update ends; but none whose weights are
+    released, or of which nobody knows whether they are."""
+    training = fleet.training
+    memory = training.memory.engines if training.memory else ()
+    away = {entry.uid for entry in memory if entry.state != "Known" or "weights" in entry.released}
+    held = {entry.uid for entry in memory}
+    if training.weights is not None:
+        # Proved by our own last update: status may not say Serving again yet.
+        held |= {verdict.uid for verdict in training.weights.engines if verdict.outcome == "Committed"}
+    return [
+        participant_of(group, engine)
+        for group, engine in fleet.trained_engines()
+        if engine.url and engine.pod_uid not in away and _takes_part(engine, fleet.committed_version, held)
+    ]
 
 
 def _takes_part(engine: EngineStatus, committed: int, held: set[str]) -> bool:

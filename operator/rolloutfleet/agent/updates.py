@@ -8,23 +8,39 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from rolloutfleet.agent.copies import Copies
 from rolloutfleet.agent.errors import AgentError, conflict
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.agent.preflight import checkpoint_folder, compare_checkpoint, target_version
-from rolloutfleet.agent.transaction import Transaction
+from rolloutfleet.agent.transaction import Transaction, participants_in
 from rolloutfleet.api.agent import UpdateResult, UpdateWeights
+from rolloutfleet.engine.errors import CheckpointError
 from rolloutfleet.engine.sglang import EngineClient
+from rolloutfleet.engine.versions import Fingerprints
+from rolloutfleet.engine.worker import WorkerClient
 from rolloutfleet.plan.update import Participant
+
+COPY_SHARE = 0.7
+"""Of an update's time: what engines need after it is little, and must be left."""
 
 
 class Updater:
     """Updates of one fleet from disk, one at a time."""
 
-    def __init__(self, *, fleet: Fleet, leadership: Leadership, engine: Callable[[str], EngineClient]) -> None:
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        leadership: Leadership,
+        engine: Callable[[str], EngineClient],
+        worker: Callable[[str], WorkerClient],
+    ) -> None:
+        """`worker`: beside the engine at a URL."""
         self._fleet = fleet
         self._leadership = leadership
         self._engine = engine
+        self._worker = worker
 
     async def update(self, request: UpdateWeights) -> UpdateResult:
         """Raises AgentError: nothing was paused, or the fleet was resumed and no version was committed."""
@@ -37,25 +53,36 @@ class Updater:
             return
 
     async def _from_disk(self, request: UpdateWeights) -> UpdateResult:
+        began = time.monotonic()
         await self._fleet.refresh()
         target = target_version(self._fleet, request)
-        folder = checkpoint_folder(self._fleet, request.path)
+        folder = checkpoint_folder(self._fleet, request.path, target)
         compared = compare_checkpoint(self._fleet, folder)
+        copies = await self._copied(request.path, deadline=began + COPY_SHARE * request.timeout_seconds)
+        seconds = {"copy": time.monotonic() - began} if copies is not None else {}
+        # Engines load from it while they stand still, and must all find the same.
+        unchanged = Fingerprints.of([folder]) if copies is None and folder.is_dir() else Fingerprints({})
         transaction = Transaction(
             fleet=self._fleet,
             leadership=self._leadership,
             engine=self._engine,
             options=request,
             target=target,
-            transport="disk",
+            transport="delta" if copies is not None and copies.delta else "disk",
             path=request.path,
+            began=began,
         )
+        transaction.seconds |= seconds
         await transaction.begin()
         abandoned: AgentError | None = None
         try:
             await transaction.recognize()
+            if copies is not None:
+                await copies.make(transaction.alive())  # of those that joined meanwhile
+                transaction.errors |= copies.errors
             await transaction.pause()
-            await self._load(transaction, request.path, compared=compared)
+            await self._load(transaction, request.path, copies, compared=compared)
+            _refuse_what_changed(transaction, unchanged)
         except AgentError as error:  # we do not lead any more
             abandoned = error
         finally:
@@ -63,11 +90,27 @@ class Updater:
             result = await transaction.settle(abandoned=abandoned)
         return result
 
-    async def _load(self, transaction: Transaction, path: str, *, compared: bool) -> None:
+    async def _copied(self, path: str, *, deadline: float) -> Copies | None:
+        """None where engines read the volume themselves. Raises AgentError if no pod has got a copy."""
+        weights = self._fleet.connected().spec.weights
+        if weights is None or weights.local_copy is None:
+            return None
+        participants = participants_in(self._fleet)
+        copies = Copies(path=path, worker=self._worker, deadline=deadline)
+        await copies.make(participants)
+        if participants and not copies.paths:
+            text = f"no engine's worker could copy {path}; nothing was paused"
+            told = [f"{one.pod}: {copies.errors[one.uid]}" for one in participants]
+            raise AgentError("NotCopied", text, status=502, details=told)
+        await self._fleet.refresh()
+        return copies
+
+    async def _load(self, transaction: Transaction, path: str, copies: Copies | None, *, compared: bool) -> None:
         clock = time.monotonic()
 
-        async def load(_: Participant, engine: EngineClient, seconds: float) -> None:
-            await engine.update_weights_from_disk(path, label=transaction.label, flush_cache=False, seconds=seconds)
+        async def load(participant: Participant, engine: EngineClient, seconds: float) -> None:
+            found = path if copies is None else copies.paths[participant.uid]
+            await engine.update_weights_from_disk(found, label=transaction.label, flush_cache=False, seconds=seconds)
 
         async def load_and_live(participant: Participant, engine: EngineClient, seconds: float) -> None:
             await load(participant, engine, seconds)
@@ -83,6 +126,13 @@ class Updater:
                 transaction.errors |= {one.uid: f"not tried, since {canary.pod} failed: {why}" for one in waiting}
         await transaction.everywhere(load, among=waiting)
         transaction.seconds["load"] = time.monotonic() - clock
+
+
+def _refuse_what_changed(transaction: Transaction, unchanged: Fingerprints) -> None:
+    try:
+        unchanged.require_same(*unchanged.taken)
+    except (CheckpointError, OSError) as error:
+        transaction.errors |= {participant.uid: str(error) for participant in transaction.alive()}
 
 
 def refuse_beside_another(fleet: Fleet, leadership: Leadership) -> None:

@@ -270,6 +270,19 @@ class RollingUpdate(Model):
 DrainSeconds = Annotated[int, Field(ge=0, le=86400)]
 
 
+class LocalCopySpec(Model):
+    """A worker beside each engine copies a new version into its pod before the engine is paused. With it a version may
+    be a delta, and no pause waits for the shared volume."""
+
+    size_limit: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,11}[MGT]i$", max_length=14)]
+    """Room on the node's disk, for example 40Gi: at least two checkpoints. A version for which it is too little is
+    refused."""
+
+    @property
+    def limit_bytes(self) -> int:
+        return int(self.size_limit[:-2]) << {"M": 20, "G": 30, "T": 40}[self.size_limit[-2]]
+
+
 class WeightsSpec(Model):
     """The volume through which the trainer hands over checkpoints; also what restarted engines catch up from."""
 
@@ -277,6 +290,8 @@ class WeightsSpec(Model):
     """A Kubernetes volume source, for example {persistentVolumeClaim: {claimName: weights}}. Mounted read-only."""
     mount_path: Annotated[str, Field(pattern=r"^/[^:]*$", max_length=512)] = "/weights"
     """Where engines see the volume. The trainer must mount it at the same path."""
+    local_copy: LocalCopySpec | None = None
+    """Left out, engines load versions from the volume itself, while they are paused, and deltas are refused."""
 
 
 class Condition(Model):

@@ -59,6 +59,9 @@ RENDEZVOUS_PORT = 20000
 ROUTER_CONTAINER = "router"
 ROUTER_PORT = 30000
 ROUTER_METRICS_PORT = 29000
+WORKER_CONTAINER = "rolloutfleet-worker"
+WORKER_PORT = 8478
+"""Where the worker in an engine's pod is asked for a local copy of a weight version."""
 AGENT_CONTAINER = "rolloutfleet-agent"
 AGENT_PORT = 8477
 

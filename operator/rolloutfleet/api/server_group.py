@@ -50,6 +50,12 @@ class ServerGroupSpec(Model):
     weights: WeightsSpec | None = None
 
     @property
+    def copies_weights(self) -> bool:
+        """Its engines load weights from copies in their pods."""
+        copied = self.weights is not None and self.weights.local_copy is not None
+        return copied and self.role in ("Regular", "Prefill", "Decode")
+
+    @property
     def own_engine(self) -> EngineSpec:
         """What pods are made of; for every role but External."""
         if self.engine is None:

@@ -45,6 +45,7 @@ async def run() -> None:
         defaults=Defaults(
             router_image=required("ROLLOUTFLEET_ROUTER_IMAGE"),
             placeholder_image=required("ROLLOUTFLEET_PLACEHOLDER_IMAGE"),
+            agent_image=required("ROLLOUTFLEET_AGENT_IMAGE"),
             # Engines get addresses of the family that this pod has.
             bind_address="::" if ":" in os.environ.get("POD_IP", "") else "0.0.0.0",
             image_pull_policy=os.environ.get("ROLLOUTFLEET_IMAGE_PULL_POLICY", "IfNotPresent"),

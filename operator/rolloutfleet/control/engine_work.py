@@ -9,15 +9,17 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from http import HTTPStatus
 from typing import Any
 
 from rolloutfleet.api.weight_labels import weight_label
 from rolloutfleet.control.freshness import Stop, require_same_training
 from rolloutfleet.control.probes import Prober
 from rolloutfleet.control.store import FleetKey, FleetStore
-from rolloutfleet.engine.errors import EngineError, EngineTimeout
+from rolloutfleet.engine.errors import EngineError, EngineRefused, EngineTimeout
 from rolloutfleet.engine.pair import generate_through
 from rolloutfleet.engine.sglang import EngineClient
+from rolloutfleet.engine.worker import WorkerClient
 from rolloutfleet.kube import client as kube
 from rolloutfleet.plan.actions import Adopt, CatchUp, Continue, Drain, PairCheck, Verify
 from rolloutfleet.plan.failures import shorten
@@ -40,12 +42,14 @@ class EngineWork:
         store: FleetStore,
         prober: Prober,
         engine: Callable[[str], EngineClient],
+        worker: Callable[[str], WorkerClient],
         enqueue: Callable[[FleetKey], None],
     ) -> None:
         self._api = api
         self._store = store
         self._prober = prober
         self._engine = engine
+        self._worker = worker
         self._enqueue = enqueue
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -131,8 +135,10 @@ class EngineWork:
         await require_same_training(self._api, self._store, key, action.training_key)
         engine = self._engine(action.url)
         await engine.require_fleet(action.fleet)
+        path = await self._copied(action) if action.copied else action.path
+        await require_same_training(self._api, self._store, key, action.training_key)
         await engine.pause(mode="abort")
-        await engine.update_weights_from_disk(action.path, label=weight_label(action.version, action.fleet))
+        await engine.update_weights_from_disk(path, label=weight_label(action.version, action.fleet))
         probe = await self._read_weights(action.pod_uid, action.url, action.training_key, loaded=True)
         if action.expected and probe.checksum != action.expected:
             raise EngineError(
@@ -143,6 +149,16 @@ class EngineWork:
         await require_same_training(self._api, self._store, key, action.training_key)
         await engine.continue_generation()
         self._store.catch_up_failures.pop(action.pod_uid, None)
+
+    async def _copied(self, action: CatchUp) -> str:
+        """Meanwhile nothing is asked of the engine. Never raises EngineTimeout, which would speak of its scheduler."""
+        try:
+            return (await self._worker(action.url).copy(action.path)).path
+        except EngineRefused as error:
+            gone = f"; waits for the version after {action.version}" if error.status == HTTPStatus.NOT_FOUND else ""
+            raise EngineError(f"{error}{gone}") from error
+        except EngineTimeout as error:
+            raise EngineError(str(error)) from error
 
     async def _continue(self, key: FleetKey, action: Continue) -> None:
         await require_same_training(self._api, self._store, key, action.training_key)

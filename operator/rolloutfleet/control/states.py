@@ -24,7 +24,7 @@ from rolloutfleet.plan.observed import external_uid, parse_time
 FLEET = ("namespace", "server")
 GROUP = (*FLEET, "group")
 
-BEHIND = frozenset({"WeightsBehind", "WrongWeights", "CatchUpFailed", "AwaitingUpdate"})
+BEHIND = frozenset({"WeightsBehind", "WrongWeights", "CatchUpFailed", "AwaitingUpdate", "NoLocalCopy"})
 
 
 @dataclass(frozen=True)

@@ -336,12 +336,14 @@ def _version(body: Mapping[str, Any]) -> int:
 
 
 def trimmed(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Without managedFields, which are often half of an object, and without what a pod was made from: neither decides
-    anything here, and there are thousands of pods."""
+    """Without managedFields, which are often half of an object, and without most of what a pod was made from: neither
+    decides anything here, and there are thousands of pods."""
     kept = dict(body)
     kept["metadata"] = {name: value for name, value in body["metadata"].items() if name != "managedFields"}
     if kind == "Pod":
-        kept["spec"] = {"nodeName": (body.get("spec") or {}).get("nodeName")}
+        spec = body.get("spec") or {}
+        sidecars = [{"name": container["name"]} for container in spec.get("initContainers") or []]
+        kept["spec"] = {"nodeName": spec.get("nodeName"), "initContainers": sidecars}
     return kept
 
 

@@ -26,6 +26,7 @@ from rolloutfleet.control.tripwire import Tripwire
 from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.engine.sglang import EncoderClient, EncoderTable, EngineClient
+from rolloutfleet.engine.worker import WorkerClient, worker_url
 from rolloutfleet.kube import client as kube
 from rolloutfleet.kube.queue import WorkQueue
 from rolloutfleet.plan.objects import Defaults
@@ -83,7 +84,14 @@ class Term:
             chance=random.random,
         )
         self._tripwire = Tripwire(store=store, enqueue=self.queue.add, look_soon=self.prober.look_soon)
-        self._engines = EngineWork(api=api, store=store, prober=self.prober, engine=engine, enqueue=self.soon)
+        self._engines = EngineWork(
+            api=api,
+            store=store,
+            prober=self.prober,
+            engine=engine,
+            worker=lambda url: WorkerClient(worker_url(url), http=http),
+            enqueue=self.soon,
+        )
         self._tables = Tables(
             api=api,
             store=store,

@@ -9,26 +9,45 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rolloutfleet.engine.errors import CheckpointError
+from rolloutfleet.engine.versions import chain, read_index
+
 MAX_HEADER_BYTES = 100_000_000
+ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64"), 8),
+}
+"""Of safetensors' dtypes, those of whole bytes."""
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 OUTPUT_HEAD = "lm_head.weight"
 
 
-class CheckpointError(ValueError):
-    """The folder is no complete checkpoint; the text names the path and what is wrong."""
+@dataclass(frozen=True)
+class TensorInFile:
+    dtype: str
+    """As safetensors names it, for example BF16."""
+    shape: tuple[int, ...]
+    begin: int
+    """First byte, from the beginning of the file."""
+    end: int
 
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """A full checkpoint, or a delta (engine/versions.py) with all that it rests on."""
+
     path: Path
     shapes: dict[str, tuple[int, ...]]
     """Tensor name to shape."""
     total_bytes: int
+    """Of the full checkpoint."""
     ties_output_head: bool = False
     """config.json says tie_word_embeddings: the output head is the embedding, whether or not a file repeats it."""
 
@@ -46,6 +65,11 @@ def _read_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path}: no such folder")
     if not path.is_dir():
         raise CheckpointError(f"{path}: not a folder; name the folder that holds config.json and *.safetensors")
+    version = read_index(path)
+    if version is not None and version.base is not None:
+        *_, full = chain(path)
+        shapes_now = {name: tensor.shape for name, tensor in version.tensors.items()}
+        return replace(_read_checkpoint(full.path), path=path, shapes=shapes_now)
     files = sorted(path.glob("*.safetensors"))
     index = path / INDEX
     if index.exists():
@@ -61,7 +85,7 @@ def _read_checkpoint(path: Path) -> Checkpoint:
     shapes: dict[str, tuple[int, ...]] = {}
     total = 0
     for file in files:
-        shapes |= _shapes(file)
+        shapes |= {name: tensor.shape for name, tensor in tensors_in(file).items()}
         total += file.stat().st_size
     return Checkpoint(path=path, shapes=shapes, total_bytes=total, ties_output_head=_ties_output_head(path / CONFIG))
 
@@ -77,7 +101,8 @@ def _ties_output_head(config: Path) -> bool:
         raise CheckpointError(f"{config}: not a model's configuration: {error}") from error
 
 
-def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+def tensors_in(file: Path) -> dict[str, TensorInFile]:
+    """What the header of a safetensors file says, in the order of the data. Raises CheckpointError, OSError."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -88,14 +113,20 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
         except ValueError as error:
             raise CheckpointError(f"{file}: its header is no JSON: {error}") from error
     try:
-        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        shapes = {name: tuple(int(size) for size in entry["shape"]) for name, entry in tensors.items()}
-        end = 8 + length + max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
+        found = {name: _located(entry, 8 + length) for name, entry in header.items() if name != "__metadata__"}
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: its header is not of safetensors: {type(error).__name__} {error}") from error
+    end = max((tensor.end for tensor in found.values()), default=8 + length)
     if end != size:
         raise CheckpointError(f"{file}: {size} bytes, but its header speaks of {end}")
-    return shapes
+    return dict(sorted(found.items(), key=lambda item: item[1].begin))
+
+
+def _located(entry: dict[str, Any], data: int) -> TensorInFile:
+    begin, end = (data + int(offset) for offset in entry["data_offsets"])
+    return TensorInFile(
+        dtype=str(entry["dtype"]), shape=tuple(int(size) for size in entry["shape"]), begin=begin, end=end
+    )
 
 
 def differences(reference: Checkpoint, new: Checkpoint) -> list[str]:

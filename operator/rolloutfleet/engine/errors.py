@@ -25,3 +25,11 @@ class EngineRefused(EngineError):
     def __init__(self, message: str, *, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+class CheckpointError(ValueError):
+    """The folder is no complete checkpoint; the text names the path and what is wrong."""
+
+
+class CheckpointGone(CheckpointError):
+    """It is not there, or not any more."""

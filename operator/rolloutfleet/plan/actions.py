@@ -125,6 +125,8 @@ class CatchUp:
     expected: str
     """Checksum that it must have afterwards; empty while nobody has measured it."""
     training_key: str
+    copied: bool = False
+    """By the worker beside the engine, into its pod, before it is loaded from there."""
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from rolloutfleet.plan.gang import membership
 from rolloutfleet.plan.objects import Defaults, owner_reference
 from rolloutfleet.plan.overlay import OverlayError, merge
 from rolloutfleet.plan.revision import group_revision
+from rolloutfleet.plan.worker_container import copy_mount, copy_volumes, worker_container
 
 GPU_RESOURCE = "nvidia.com/gpu"
 
@@ -160,9 +161,18 @@ def _engine_spec(group: ServerGroup, index: int, epoch: int, rank: int, defaults
         {"name": SHM_VOLUME, **_shared_memory(spec)},
         {"name": CACHE_VOLUME, "emptyDir": {}},
     ]
+    sidecars: dict[str, Any] = {}
     if spec.weights is not None:
+        weights_mount = {"name": WEIGHTS_VOLUME, "mountPath": spec.weights.mount_path, "readOnly": True}
         volumes.append({"name": WEIGHTS_VOLUME, **spec.weights.volume})
-        mounts.append({"name": WEIGHTS_VOLUME, "mountPath": spec.weights.mount_path, "readOnly": True})
+        mounts.append(weights_mount)
+        copy = spec.weights.local_copy
+        if copy is not None and spec.copies_weights:
+            volumes += copy_volumes(copy)
+            mounts.append(copy_mount())
+            user = bool(((spec.template or {}).get("spec") or {}).get("securityContext", {}).get("runAsUser"))
+            worker = worker_container(spec.weights, copy, weights_mount, user=user, defaults=defaults)
+            sidecars = {"initContainers": [worker]}
     claims, resources = _gpus(spec, index, rank)
     return {
         **claims,
@@ -178,6 +188,7 @@ def _engine_spec(group: ServerGroup, index: int, epoch: int, rank: int, defaults
         "readinessGates": [{"conditionType": GATE_ROUTABLE}],
         "tolerations": [{"key": GPU_RESOURCE, "operator": "Exists", "effect": "NoSchedule"}],
         "volumes": volumes,
+        **sidecars,
         "containers": [
             {
                 "name": ENGINE_CONTAINER,

@@ -210,6 +210,9 @@ def _unready(view: EngineView, fleet: Fleet, training: Training) -> tuple[str, s
     if view.weights is Weights.BEHIND and not training.path:
         text = f"the trainer sent version {training.version} and named no checkpoint: it takes part in the next update"
         return "AwaitingUpdate", text
+    if view.weights is Weights.BEHIND and training.delta and pod is not None and not pod.worker:
+        text = f"version {training.version} is a delta, which engines without spec.weights.localCopy cannot load"
+        return "NoLocalCopy", text
     if view.weights is Weights.BEHIND:
         problem = fleet.catch_up_failures.get(uid)
         if problem:

@@ -45,7 +45,10 @@ def pod_trouble(pod: Mapping[str, Any]) -> Trouble | None:
     for condition in status.get("conditions") or []:
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             return Trouble(condition.get("reason") or "Unschedulable", shorten(condition.get("message") or ""))
-    containers = (status.get("initContainerStatuses") or []) + (status.get("containerStatuses") or [])
+    containers = status.get("containerStatuses") or []
+    if not any(c["name"] == ENGINE_CONTAINER and (c.get("state") or {}).get("running") for c in containers):
+        # While the engine runs, what its sidecars do is no trouble of its own.
+        containers = (status.get("initContainerStatuses") or []) + containers
     for container in containers:
         waiting = (container.get("state") or {}).get("waiting")
         if waiting and waiting.get("reason", "") not in _HARMLESS_WAITING:

@@ -187,16 +187,19 @@ def _engine_work(view: EngineView, fleet: Fleet, training: Training, now: dateti
         ]
     if view.weights is Weights.UNPROVED or (view.weights is Weights.CURRENT and view.probe.recheck):
         return [Verify(pod_uid=pod.uid, url=pod.url, training_key=training.key)]
-    if view.weights is Weights.BEHIND and not view.listed and training.path:
+    loadable = bool(training.path) and (pod.worker or not training.delta)
+    if view.weights is Weights.BEHIND and not view.listed and loadable:
+        initial = training.version == INITIAL_WEIGHT_VERSION
         return [
             CatchUp(
                 pod_uid=pod.uid,
                 url=pod.url,
-                path=view.initial_path if training.version == INITIAL_WEIGHT_VERSION else training.path,
+                path=view.initial_path if initial else training.path,
                 version=training.version,
                 fleet=training.fleet,
                 expected=view.expected,
                 training_key=training.key,
+                copied=pod.worker and not initial,
             )
         ]
     if view.weights is Weights.CURRENT and view.probe.paused:

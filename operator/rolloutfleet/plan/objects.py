@@ -44,6 +44,8 @@ class Defaults:
     router_image: str
     placeholder_image: str
     """Of a program that sleeps."""
+    agent_image: str
+    """Also of the worker beside engines with a copy of the weights."""
     image_pull_policy: str = "IfNotPresent"
     bind_address: str = "0.0.0.0"
     """Where engines and routers listen; `::` in a cluster whose pods have IPv6 addresses."""
@@ -109,7 +111,7 @@ def version_of(found: Mapping[str, Any]) -> str:
 
 def places(server: RolloutServer) -> set[str]:
     """`Kind/name` of every object that the server wants to have."""
-    anyhow = Defaults(router_image="", placeholder_image="")
+    anyhow = Defaults(router_image="", placeholder_image="", agent_image="")
     budgets = (*server.server_groups, router_name(server.name))
     return {_key(child) for child in wanted_children(server, anyhow, pairs=False)} | {
         f"PodDisruptionBudget/{name}" for name in budgets

@@ -28,6 +28,7 @@ from rolloutfleet.api.names import (
     LABEL_RANK,
     ROUTER_CONTAINER,
     ROUTER_PORT,
+    WORKER_CONTAINER,
 )
 from rolloutfleet.api.rollout_server import RolloutServer
 from rolloutfleet.api.server_group import ServerGroup
@@ -79,6 +80,8 @@ class EnginePod:
     node_state: NodeState = NodeState.READY
     gang: str = ""
     """apiVersion of the PodGroup by which it is placed together with its engine's other pods; empty if in none."""
+    worker: bool = False
+    """A worker of ours is beside the engine and copies weights into the pod."""
     external: bool = False
     """Stands for an engine that somebody else runs: there is no pod."""
 
@@ -259,6 +262,7 @@ def engine_pod(pod: Mapping[str, Any], nodes: Mapping[str, bool | None] | None =
         node=node_of(pod),
         node_state=_node_state(node_of(pod), nodes),
         gang=gang_of_pod(metadata),
+        worker=any(c["name"] == WORKER_CONTAINER for c in (pod.get("spec") or {}).get("initContainers") or []),
     )
 
 

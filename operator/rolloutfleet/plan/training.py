@@ -22,6 +22,8 @@ class Training:
     path: str
     """Checkpoint of this version, from which engines are brought up to date; empty where the trainer sent it and named
     none."""
+    delta: bool
+    """What lies there are changes only: a worker makes a checkpoint of them."""
     held: bool
     """An update runs, or memory is released, and the trainer is alive: hands off the engines."""
     updating: bool
@@ -81,6 +83,7 @@ def training_of(fleet: Fleet, now: datetime) -> Training:
         fleet=fleet_id(fleet.server.uid),
         version=version,
         path=weights.path if weights is not None and version > INITIAL_WEIGHT_VERSION else fleet.server.spec.model.path,
+        delta=weights is not None and weights.transport == "delta" and not updating,
         held=held,
         updating=update_held,
         offloading=offloading,

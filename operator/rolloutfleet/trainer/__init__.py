@@ -8,7 +8,13 @@
     path = save_checkpoint(model, "/weights", version=1, base="/models/m0")
     fleet.update_weights(path, version=1)
 
-The pod needs the annotation `rolloutfleet.dev/rollout-servers: "actor=NAME"`. Only `save_checkpoint` needs torch.
+or, where engines keep a copy (spec.weights.localCopy), with what has changed alone:
+
+    writer = DeltaWriter("/weights", base="/models/m0")
+    fleet.update_weights(writer.save(model, version=1), version=1)
+
+The pod needs the annotation `rolloutfleet.dev/rollout-servers: "actor=NAME"`. Only `save_checkpoint` and
+`DeltaWriter` need torch and numpy.
 """
 
 from rolloutfleet.api.agent import (
@@ -21,14 +27,16 @@ from rolloutfleet.api.agent import (
     UpdateResult,
     VersionSpan,
 )
-from rolloutfleet.trainer.checkpoints import NonFiniteWeights, prune_checkpoints, save_checkpoint
+from rolloutfleet.trainer.checkpoints import prune_checkpoints, save_checkpoint
 from rolloutfleet.trainer.client import Fleet, connect
-from rolloutfleet.trainer.errors import AgentUnreachable, FleetError, NotReady, Refused
+from rolloutfleet.trainer.deltas import DeltaWriter, SavedVersion
+from rolloutfleet.trainer.errors import AgentUnreachable, FleetError, NonFiniteWeights, NotReady, Refused
 from rolloutfleet.trainer.groups import GroupError
 from rolloutfleet.trainer.sending import gather
 
 __all__ = [
     "AgentUnreachable",
+    "DeltaWriter",
     "Fleet",
     "FleetError",
     "FleetView",
@@ -41,6 +49,7 @@ __all__ = [
     "Sample",
     "SampleGroup",
     "SamplingParams",
+    "SavedVersion",
     "UpdateResult",
     "VersionSpan",
     "connect",

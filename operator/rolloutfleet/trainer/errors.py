@@ -4,11 +4,16 @@ FleetError
 ├── AgentUnreachable   no agent answers: is the pod annotated, and the agent's container up?
 ├── NotReady           the fleet does not serve (yet): missing, starting, led by another trainer's agent
 └── Refused            the agent refused the request or could not do it; `code` and `details` say why
+NonFiniteWeights       nothing was written or sent
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+
+class NonFiniteWeights(ValueError):
+    """A tensor holds NaN or an infinity: engines would serve noise at full speed."""
 
 
 class FleetError(Exception):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rolloutfleet.api.agent import TensorMeta
-from rolloutfleet.trainer.checkpoints import NonFiniteWeights
+from rolloutfleet.trainer.errors import NonFiniteWeights
 
 if TYPE_CHECKING:
     import torch
@@ -76,12 +76,13 @@ def refuse_non_finite(named: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Raises NonFiniteWeights naming a tensor. One pass over each, and one wait for the device."""
     import torch
 
-    floating = [(name, _local(tensor)) for name, tensor in named if tensor.is_floating_point() and tensor.numel()]
+    floating = [(name, held_here(tensor)) for name, tensor in named if tensor.is_floating_point() and tensor.numel()]
     floating = [(name, local) for name, local in floating if local.numel()]
     if not floating:
         return
     # The extremes of a tensor with NaN are NaN; with an infinity, that.
-    extremes = [torch.stack(torch.aminmax(local.detach())).float() for _, local in floating]
+    wide = [local.detach().float() if local.element_size() == 1 else local.detach() for _, local in floating]
+    extremes = [torch.stack(torch.aminmax(local)).float() for local in wide]
     by_device: dict[Any, list[int]] = {}
     for position, pair in enumerate(extremes):
         by_device.setdefault(pair.device, []).append(position)
@@ -89,10 +90,11 @@ def refuse_non_finite(named: Sequence[tuple[str, torch.Tensor]]) -> None:
         finite = torch.isfinite(torch.stack([extremes[position] for position in positions])).all(dim=1).tolist()
         for position, fine in zip(positions, finite, strict=True):
             if not fine:
-                raise NonFiniteWeights(f"{floating[position][0]}: not finite; nothing of it was sent")
+                raise NonFiniteWeights(f"{floating[position][0]}: holds NaN or an infinity")
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def held_here(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's shard of a DTensor."""
     local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
 

@@ -29,6 +29,7 @@ from rolloutfleet.api.server_group import ServerGroup
 from rolloutfleet.api.weight_labels import claims, weight_label
 from rolloutfleet.engine.http import Answer, Http
 from rolloutfleet.engine.sglang import EngineClient
+from rolloutfleet.engine.worker import WorkerClient
 from rolloutfleet.kube.client import KubeApi, Resource
 from rolloutfleet.kube.lease import LeaseHolder
 from rolloutfleet.plan.observed import Fleet as ObservedFleet
@@ -316,7 +317,10 @@ class Machine:
         def engine(url: str) -> EngineClient:
             return EngineClient(url, http=http)
 
-        self.updater = Updater(fleet=fleet, leadership=self.leadership, engine=engine)
+        def worker(url: str) -> WorkerClient:
+            return WorkerClient(url, http=http)  # there is none, and nobody asks it
+
+        self.updater = Updater(fleet=fleet, leadership=self.leadership, engine=engine, worker=worker)
         self.memory = Memory(fleet=fleet, leadership=self.leadership, engine=engine)
         await fleet.refresh()
         await self.leadership.lease.acquire()

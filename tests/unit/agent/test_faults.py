@@ -16,8 +16,8 @@ from rolloutfleet.agent.sampling import CONCURRENCY_PER_ENGINE, Sampler, sample_
 from rolloutfleet.agent.server import Role, application
 from rolloutfleet.api.agent import MemoryRequest, UpdateWeights
 from rolloutfleet.cli.main import main
-from rolloutfleet.engine.checkpoint import INDEX, CheckpointError, read_checkpoint
-from rolloutfleet.engine.errors import EngineRefused, EngineTimeout
+from rolloutfleet.engine.checkpoint import INDEX, read_checkpoint
+from rolloutfleet.engine.errors import CheckpointError, EngineRefused, EngineTimeout
 from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.kube import client as client_module
 from rolloutfleet.kube.client import POD

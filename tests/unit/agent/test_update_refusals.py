@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from rolloutfleet.api.agent import UpdateWeights
+from unit.agent.copies import write_deltas
 from unit.agent.world import World, play, refused_update, signed, wanted, write_checkpoint
 
 
@@ -25,7 +27,7 @@ def test_a_version_that_is_not_newer_is_refused(tmp_path: Path, version: int) ->
 
 def test_a_trainer_goes_back_to_an_older_version_on_purpose(tmp_path: Path) -> None:
     async def story(world: World) -> None:
-        world.change_training(weights={"phase": "Committed", "version": 3, "path": str(world.volume / "w1")})
+        world.change_training(weights={"phase": "Committed", "version": 3, "path": str(world.volume / "w3")})
         for engine in world.engines:
             engine.label = signed(3)
         result = await world.updater.update(wanted(world, version=2, rollback=True))
@@ -66,6 +68,63 @@ def test_a_path_outside_of_the_volume_is_refused(tmp_path: Path, path: str) -> N
     async def story(world: World) -> None:
         error = await refused_update(world, UpdateWeights(path=path.format(volume=world.volume)))
         assert (error.code, error.status) == ("PathOutsideVolume", 422)
+        assert world.untouched
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize("name", ["latest", "Current"])
+def test_a_path_that_is_whatever_is_newest_is_refused(tmp_path: Path, name: str) -> None:
+    async def story(world: World) -> None:
+        write_checkpoint(world.volume / name, [2, 3])
+        error = await refused_update(world, wanted(world, name))
+        assert (error.code, error.status) == ("MutablePath", 422)
+        assert "write each version into a folder of its own" in error.message
+        assert world.untouched
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize("name", ["link", "link/w1"])
+def test_a_symbolic_link_is_refused_wherever_it_is_on_the_way(tmp_path: Path, name: str) -> None:
+    async def story(world: World) -> None:
+        (world.volume / "link").symlink_to(world.volume / "w1" if name == "link" else world.volume)
+        error = await refused_update(world, wanted(world, name))
+        assert error.code == "MutablePath"
+        assert f"{world.volume / 'link'} is a symbolic link" in error.message
+        assert world.untouched
+
+    play(tmp_path, story)
+
+
+def test_a_folder_that_is_another_version_already_is_refused(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        world.change_training(weights={"phase": "Committed", "version": 3, "path": str(world.volume / "w1")})
+        error = await refused_update(world, wanted(world, version=4))
+        assert error.code == "MutablePath"
+        assert "holds version 3" in error.message
+        assert world.untouched
+
+    play(tmp_path, story)
+
+
+def test_a_delta_is_refused_where_engines_keep_no_copy(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        error = await refused_update(world, wanted(world, write_deltas(world)[1]))
+        assert (error.code, error.status) == ("NoLocalCopy", 409)
+        assert world.untouched
+
+    play(tmp_path, story)
+
+
+def test_a_delta_whose_base_is_gone_is_refused(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        world.keep_copies()
+        full, delta = write_deltas(world)
+        shutil.rmtree(world.volume / full)
+        error = await refused_update(world, wanted(world, delta))
+        assert error.code == "BadCheckpoint"
+        assert "which v000002 rests on: no such folder" in error.message
         assert world.untouched
 
     play(tmp_path, story)

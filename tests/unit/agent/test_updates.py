@@ -82,7 +82,8 @@ def test_the_intent_is_recorded_before_a_pause_and_the_commit_before_a_continuat
 def test_the_next_version_follows_the_committed_one_and_a_version_may_be_named(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         assert (await world.updater.update(wanted(world, version=7))).version == 7
-        assert (await world.updater.update(wanted(world))).version == 8
+        write_checkpoint(world.volume / "w2", [2, 3])
+        assert (await world.updater.update(wanted(world, "w2"))).version == 8
         assert {engine.label for engine in world.engines} == {signed(8)}
         assert world.training.weights is not None
         assert world.training.weights.transaction == 2
@@ -129,7 +130,8 @@ def test_casualties_are_an_event_on_the_server_and_an_update_without_any_is_none
         await world.updater.update(wanted(world))
         assert world.cluster.events == []
         world.engines[1].breaks_at = "update_weights_from_disk"
-        await world.updater.update(wanted(world))
+        write_checkpoint(world.volume / "w2", [2, 3])
+        await world.updater.update(wanted(world, "w2"))
         (event,) = world.cluster.events
         assert (event["type"], event["reason"]) == ("Warning", "EnginesFellOut")
         assert (event["regarding"]["kind"], event["regarding"]["name"]) == ("RolloutServer", "qwen")
@@ -311,7 +313,8 @@ def test_engines_that_our_last_update_proved_take_part_though_they_are_not_back_
         await world.updater.update(wanted(world))
         world.change_engine(0, phase="Held")
         world.change_engine(1, phase="Stale", pod="qwen-main-1-e2-r0", podUid="uid-qwen-main-1-e2-r0")
-        result = await world.updater.update(wanted(world))
+        write_checkpoint(world.volume / "w2", [2, 3])
+        result = await world.updater.update(wanted(world, "w2"))
         assert [verdict.pod for verdict in result.engines] == [world.engines[0].pod, world.engines[2].pod]
 
     play(tmp_path, story)

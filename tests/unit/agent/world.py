@@ -23,6 +23,7 @@ from rolloutfleet.api.rollout_server import TrainingStatus
 from rolloutfleet.api.weight_labels import fleet_id, weight_label
 from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.sglang import EngineClient
+from rolloutfleet.engine.worker import WorkerClient
 from rolloutfleet.kube.client import EVENT, KubeApi, Resource
 from rolloutfleet.kube.errors import Conflict, NotFound
 from rolloutfleet.kube.lease import LeaseHolder
@@ -128,6 +129,8 @@ class Engine:
         self.paused = False
         self.dead = False
         self.released: set[str] = set()
+        self.delta = False
+        """What the worker beside it says of the version that it copies."""
         self.updating = False
         """Between begin_weight_update and end_weight_update."""
         self.groups: set[str] = set()
@@ -183,6 +186,9 @@ class Engine:
             case "update_weight_version":
                 assert body["abort_all_requests"] is False
                 self.label = body["new_version"]
+            case "v1/copies":
+                copy = {"path": f"/copies/{Path(body['path']).name}", "version": None, "delta": self.delta, "deltas": 0}
+                return 200, {**copy, "bytes_read": 1, "seconds": 0.0}
             case "weights_checker":
                 return 200, {"success": True, "per_engine_checksum": self.checksum}
             case "model_info":
@@ -222,12 +228,21 @@ class World:
         self.leadership.lease = LeaseHolder(
             api=api, namespace="rl", name="qwen-trainer", identity="train", monotonic=self.clock
         )
-        self.updater = Updater(fleet=self.fleet, leadership=self.leadership, engine=self.client)
+        self.updater = Updater(fleet=self.fleet, leadership=self.leadership, engine=self.client, worker=self.worker)
         self.sessions = Sessions(fleet=self.fleet, leadership=self.leadership, engine=self.client, address="127.0.0.1")
         self.memory = Memory(fleet=self.fleet, leadership=self.leadership, engine=self.client)
 
     def client(self, url: str) -> EngineClient:
         return EngineClient(url, http=self.http)
+
+    def worker(self, url: str) -> WorkerClient:
+        """The engines' stand-ins answer for the workers beside them."""
+        return WorkerClient(url, http=self.http)
+
+    def keep_copies(self) -> None:
+        """From now on engines load what the workers beside them copy."""
+        spec = self.cluster.seen("rolloutservers", "qwen")["spec"]
+        self.change_server(weights={**spec["weights"], "localCopy": {"sizeLimit": "1Gi"}})
 
     def change_server(self, **spec: Any) -> None:
         body = self.cluster.seen("rolloutservers", "qwen")

@@ -119,6 +119,25 @@ colocated_groups = st.fixed_dictionaries(
 )
 
 
+copying_fleets: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
+    {
+        "groups": st.lists(
+            st.fixed_dictionaries(
+                {
+                    "role": st.sampled_from(("Regular", "Prefill", "Decode", "Encoder", "Placeholder")),
+                    "engine": st.fixed_dictionaries({"nodes": st.integers(1, 2)}),
+                }
+            ),
+            max_size=2,
+        ),
+    },
+    optional={
+        "external": st.just({"engines": []}),
+        "weights": st.fixed_dictionaries({}, optional={"localCopy": st.just({"sizeLimit": "1Gi"})}),
+    },
+)
+
+
 def colocation_fits_the_role(group: dict[str, Any]) -> bool:
     return "colocation" not in group or group["role"] == "Regular"
 
@@ -132,6 +151,15 @@ def every_engine_has_its_gpus(group: dict[str, Any]) -> bool:
 def every_node_has_its_claim(group: dict[str, Any]) -> bool:
     claim = group.get("colocation", {}).get("resourceClaim", "{rank}")
     return "{rank}" in claim or group["engine"]["nodes"] == 1
+
+
+def copies(spec: dict[str, Any]) -> bool:
+    return "localCopy" in spec.get("weights", {})
+
+
+def copying_engines_are_whole(spec: dict[str, Any]) -> bool:
+    apart = ("Encoder", "Placeholder")
+    return not copies(spec) or all(g["engine"]["nodes"] == 1 or g["role"] in apart for g in spec["groups"])
 
 
 def encoder_is_plain(group: dict[str, Any]) -> bool:
@@ -250,6 +278,12 @@ TWINS = (
     ),
     Twin("groups: the name external", with_external, external_name_is_free),
     Twin("metadata.name: with spec.external", servers, external_names_fit),
+    Twin("weights.localCopy: engines of several pods", copying_fleets, copying_engines_are_whole),
+    Twin(
+        "weights.localCopy: engines of spec.external",
+        copying_fleets,
+        lambda spec: not (copies(spec) and "external" in spec),
+    ),
     Twin("rollingUpdate", rolling, lambda update: update["maxUnavailable"] + update["maxSurge"] >= 1),
     Twin("groups: role Prefill needs", role_groups, lambda spec: len({"Prefill", "Decode"} & roles(spec)) != 1),
     Twin("groups: role Regular beside", role_groups, lambda spec: not {"Prefill", "Regular"} <= roles(spec)),

@@ -16,6 +16,7 @@ from rolloutfleet.control.store import FleetKey, FleetStore
 from rolloutfleet.engine import sglang
 from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.sglang import EngineClient
+from rolloutfleet.engine.worker import WorkerClient
 from rolloutfleet.kube import client as kube
 from rolloutfleet.plan.actions import Adopt, CatchUp, Verify
 from rolloutfleet.plan.observed import EngineProbe
@@ -58,6 +59,7 @@ def scene(story: Callable[[Engine, FleetStore, Perform], Awaitable[None]]) -> No
                 store=store,
                 prober=cast(Prober, Inattentive()),
                 engine=lambda url: EngineClient(url, http=http),
+                worker=lambda url: WorkerClient(url, http=http),
                 enqueue=lambda _: told.set(),
             )
 
@@ -95,6 +97,32 @@ def test_a_catch_up_labels_what_it_loads_with_version_and_fleet() -> None:
         await perform(load(engine))
         assert (engine.label, engine.checksum, engine.paused) == ("1@5e1f0a27", "sum-of-w1", False)
         assert store.probes["pod"].label == "1@5e1f0a27"
+
+    scene(story)
+
+
+def test_what_the_worker_copies_is_loaded_from_the_pod_and_the_engine_waits_for_it_unpaused() -> None:
+    async def story(engine: Engine, store: FleetStore, perform: Perform) -> None:
+        await perform(load(engine, copied=True))
+        assert engine.asked[:4] == ["model_info", "v1/copies", "pause_generation", "update_weights_from_disk"]
+        loaded = engine.stand_in.asked[3].body
+        assert (loaded["model_path"], loaded["weight_version"]) == ("/copies/w1", "1@5e1f0a27")
+        assert engine.checksum == "sum-of-w1"
+
+    scene(story)
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [(404, "no such folder; waits for the version after 1"), (507, "/copies: ENOSPC: No space left on device")],
+)
+def test_an_engine_whose_worker_cannot_copy_is_not_touched_and_says_why(status: int, text: str) -> None:
+    async def story(engine: Engine, store: FleetStore, perform: Perform) -> None:
+        engine.refuses["v1/copies"] = status, {"error": {"message": text.partition(";")[0]}}
+        await perform(load(engine, copied=True))
+        assert engine.asked == ["model_info", "v1/copies"]
+        assert text in store.catch_up_failures["pod"]
+        assert "pod" not in store.probes, "nothing is held against the engine"
 
     scene(story)
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from rolloutfleet.engine.checkpoint import CONFIG, INDEX, CheckpointError, differences, read_checkpoint
+from rolloutfleet.engine.checkpoint import CONFIG, INDEX, differences, read_checkpoint
+from rolloutfleet.engine.errors import CheckpointError
 
 Shapes = dict[str, list[int]]
 

@@ -54,6 +54,7 @@ WORDS: dict[str, list[Any]] = {
     "external.engines[].url": ["http://10.9.0.2:30000", "http://[fd00::5]:30000"],
     "weights.mountPath": ["/elsewhere"],
     "trainers.serviceAccounts": [["one"], ["one", "two"]],
+    "weights.localCopy.sizeLimit": ["1Gi", "512Mi"],
     "weights.volume": [{"persistentVolumeClaim": {"claimName": "w"}}],
     "groups[].template": [{"metadata": {"labels": {"team": "a"}}}, {"spec": {"nodeSelector": {"zone": "b"}}}],
     "groups[].engine.args": [{"mem-fraction-static": "0.8"}, {"page-size": "64", "enable-metrics": ""}],

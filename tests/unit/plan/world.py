@@ -53,7 +53,7 @@ from rolloutfleet.plan.observed import (
 from rolloutfleet.plan.revision import group_revision
 from rolloutfleet.plan.training import training_of
 
-DEFAULTS = Defaults(router_image="router:1", placeholder_image="pause:1")
+DEFAULTS = Defaults(router_image="router:1", placeholder_image="pause:1", agent_image="agent:1")
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
@@ -257,6 +257,9 @@ class World:
                 if proof is not None and proof[0] == label:
                     self.proofs[uid] = (weight_label(version, fleet), *proof[1:])
             case CatchUp(pod_uid=uid, path=path, version=version, fleet=fleet, training_key=key):
+                if not is_external(uid):
+                    workers = self._pod(uid)["spec"].get("initContainers", [])
+                    assert action.copied is (bool(workers) and version > 0)
                 if uid in self.weights:
                     assert all(self.url(uid) not in table for table in self.tables.values()), "loaded while routed"
                     assert not belongs_elsewhere(self.weights[uid][0], fleet), "loaded into another fleet's engine"

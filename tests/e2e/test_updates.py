@@ -1,0 +1,304 @@
+"""Weight updates of real engines under load, by each transport and in each pause mode, and who dies in the middle.
+
+The trainer sends tensors from an iterator that stops after the first bucket until the test lets it go on: so that each
+fault happens at a known moment, with some tensors in the engines and others not.
+"""
+
+from __future__ import annotations
+
+import signal
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from e2e import faults
+from e2e.fleets import (
+    Trainer,
+    TrainerError,
+    await_routable,
+    engines,
+    label_for,
+    label_of,
+    paused,
+    rollout_server,
+    through_proxy,
+    trainer_pod,
+)
+from e2e.support import Kubectl, eventually, remove_namespace
+
+SERVER = "upd"
+PROMPTS = [[1, 2, 3], [7, 8, 9, 10], [200, 100]]
+GREEDY = f"[[s['tokens'] for s in g.model_dump()['samples']] for g in fleet.generate({PROMPTS}, temperature=0.0, \
+max_new_tokens=12, ignore_eos=True, timeout=120)]"
+LOAD = f"fleet.generate({PROMPTS} * 2, n=4, temperature=0.0, max_new_tokens=192, ignore_eos=True, timeout=240)"
+
+TENSORS = """
+from safetensors.torch import load_file
+state = load_file('/models/{model}/model.safetensors')
+"""
+STOPPING = """
+import pathlib, time
+def stopping():
+    for number, (name, tensor) in enumerate(state.items()):
+        if number == 3:
+            pathlib.Path('/tmp/stopped').touch()
+            while not pathlib.Path('/tmp/go').exists():
+                time.sleep(0.02)
+        yield name, tensor
+"""
+
+
+@pytest.fixture(scope="module")
+def space(kubectl: Kubectl, operator: None, vanishing_namespaces: list[str]) -> Iterator[Kubectl]:
+    """A fleet of two engines that serves version 0, the model m0, and a trainer beside it."""
+    name = f"e2e-updates-{uuid.uuid4().hex[:6]}"
+    kubectl("create", "namespace", name)
+    inside = kubectl.within(name)
+    inside("create", "serviceaccount", "trainer")
+    pod = trainer_pod("trainer", f"actor={SERVER}")
+    pod["spec"]["containers"][0]["volumeMounts"].append({"name": "weights", "mountPath": "/models", "readOnly": True})
+    inside.apply(rollout_server(SERVER, replicas=2, service_accounts=("trainer",)), pod)
+    await_routable(inside, SERVER, 2)
+    inside("wait", "pod/trainer", "--for=condition=Ready", "--timeout=60s")
+    yield inside
+    remove_namespace(kubectl, name)
+    vanishing_namespaces.append(name)
+
+
+@pytest.fixture
+def trainer(space: Kubectl) -> Trainer:
+    found = Trainer(space, "trainer")
+    found("fleet.wait_ready(engines=2, timeout=120)", timeout=150)
+    return found
+
+
+@pytest.fixture(scope="module")
+def greedy(space: Kubectl) -> dict[str, Any]:
+    """Tokens by model, each of an engine that was started with it."""
+    found = {"m0": Trainer(space, "trainer")(GREEDY)}
+    space.apply(rollout_server("fresh", model="/models/m1", service_accounts=("trainer",)))
+    await_routable(space, "fresh", 1)
+    fresh = trainer_pod("fresh", "actor=fresh")
+    space.apply(fresh)
+    space("wait", "pod/fresh", "--for=condition=Ready", "--timeout=60s")
+    found["m1"] = Trainer(space, "fresh")(GREEDY)
+    space("delete", "ros/fresh", "pod/fresh", "--force", "--grace-period=0")
+    assert found["m0"] != found["m1"]
+    return found
+
+
+def send(model: str, **options: Any) -> tuple[str, str]:
+    """(set-up, expression) that send a model's tensors."""
+    words = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    return TENSORS.format(model=model), f"fleet.update_weights(state, timeout=120, {words})"
+
+
+def send_stopping(model: str) -> tuple[str, str]:
+    return TENSORS.format(model=model) + STOPPING, "fleet.update_weights(stopping(), bucket_bytes=1, timeout=120)"
+
+
+def labels(space: Kubectl) -> set[str]:
+    return {label_of(space, engine["pod"]) for engine in engines(space, f"{SERVER}-main")}
+
+
+# It works
+
+
+@pytest.mark.parametrize("pause_mode", ["InPlace", "Retract", "Abort"])
+@pytest.mark.parametrize("transport", ["disk", "distributed"])
+def test_an_update_under_load_gives_the_tokens_of_a_fresh_engine_and_samples_say_which_version_made_what(
+    space: Kubectl, trainer: Trainer, greedy: dict[str, Any], transport: str, pause_mode: str
+) -> None:
+    version = trainer("fleet.weight_version")
+    model = "m1" if trainer(GREEDY) == greedy["m0"] else "m0"
+    with ThreadPoolExecutor() as pool:
+        load = pool.submit(trainer, LOAD, timeout=300)
+        eventually(lambda: running(space), 60, "engines generate", accept=lambda counts: all(counts))
+        if transport == "disk":
+            arguments = f"'/weights/{model}', pause_mode={pause_mode!r}, timeout=120"
+            result = trainer(f"fleet.update_weights({arguments})")
+        else:
+            before, expression = send(model, pause_mode=pause_mode, transport=transport, source=f"/weights/{model}")
+            result = trainer(expression, before=before)
+        groups = load.result()
+    assert result["version"] == version + 1
+    assert [verdict["outcome"] for verdict in result["engines"]] == ["Committed"] * 2
+    assert trainer(GREEDY) == greedy[model]
+    assert labels(space) == {label_for(space, SERVER, version + 1)}
+    samples = [sample for group in groups for sample in group["samples"]]
+    assert {sample["status"] for sample in samples} == {"truncated"}
+    spans = [[(span["version"], span["start"], span["end"]) for span in s["weight_versions"]] for s in samples]
+    assert all(parts[0][1] == 0 and parts[-1][2] == 192 for parts in spans)
+    assert {part[0] for parts in spans for part in parts} <= {version, version + 1}
+    both = [parts for parts in spans if [part[0] for part in parts] == [version, version + 1]]
+    if pause_mode != "Abort":
+        assert both, "no sample spans the update"
+        assert all(first[2] == second[1] for first, second in both)
+
+
+def running(space: Kubectl) -> list[int]:
+    loads = [through_proxy(space, engine["pod"], "/v1/loads") for engine in engines(space, f"{SERVER}-main")]
+    return [sum(rank["num_running_reqs"] for rank in load["loads"]) for load in loads]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 100_000])
+def test_the_size_of_buckets_changes_nothing(
+    space: Kubectl, trainer: Trainer, greedy: dict[str, Any], bucket_bytes: int
+) -> None:
+    model = "m1" if trainer(GREEDY) == greedy["m0"] else "m0"
+    before, expression = send(model, bucket_bytes=bucket_bytes, source=f"/weights/{model}")
+    result = trainer(expression, before=before)
+    assert [verdict["outcome"] for verdict in result["engines"]] == ["Committed"] * 2
+    assert trainer(GREEDY) == greedy[model]
+
+
+def test_a_trainer_goes_back_to_an_older_version_on_purpose_and_never_by_accident(
+    space: Kubectl, trainer: Trainer, greedy: dict[str, Any]
+) -> None:
+    version = trainer("fleet.weight_version")
+    with pytest.raises(TrainerError, match="VersionNotNewer"):
+        trainer(f"fleet.update_weights('/weights/m1', version={version})")
+    older = trainer(f"fleet.update_weights('/weights/m1', version={max(version - 1, 1)}, rollback=True)")
+    assert older["version"] == max(version - 1, 1)
+    assert trainer(GREEDY) == greedy["m1"]
+    await_routable(space, SERVER, 2, seconds=60)
+
+
+def test_tensors_that_are_no_numbers_are_refused_before_an_engine_is_asked(space: Kubectl, trainer: Trainer) -> None:
+    version = trainer("fleet.weight_version")
+    before, expression = send("m0")
+    poisoned = before + "next(iter(state.values())).view(-1)[5] = float('nan')\n"
+    with pytest.raises(TrainerError, match="NonFiniteWeights"):
+        trainer(expression, before=poisoned)
+    assert trainer("fleet.weight_version") == version
+
+
+# Somebody dies in the middle
+
+
+class Stopped:
+    """An update of the trainer that waits after its first tensors."""
+
+    def __init__(self, space: Kubectl, trainer: Trainer, pool: ThreadPoolExecutor, model: str) -> None:
+        self._space = space
+        self._in_trainer("rm", "-f", "/tmp/stopped", "/tmp/go")
+        before, expression = send_stopping(model)
+        self.result: Future[Any] = pool.submit(trainer, expression, before=before)
+        eventually(self._waits, 60, "the trainer has sent its first tensors")
+
+    def _waits(self) -> bool:
+        if self.result.done():
+            self.result.result()
+        self._in_trainer("ls", "/tmp/stopped")
+        return True
+
+    def _in_trainer(self, *command: str) -> None:
+        self._space("exec", "trainer", "--container=trainer", "--", *command)
+
+    def go_on(self) -> None:
+        self._in_trainer("touch", "/tmp/go")
+
+
+def restored(space: Kubectl, trainer: Trainer, version: int, tokens: Any) -> None:
+    """The fleet serves one version and nothing stays paused."""
+    await_routable(space, SERVER, 2)
+    found = engines(space, f"{SERVER}-main")
+    assert [paused(space, engine["pod"]) for engine in found] == [False] * 2
+    assert labels(space) == {label_for(space, SERVER, version)}
+    assert trainer(GREEDY) == tokens
+
+
+def settled(space: Kubectl, trainer: Trainer) -> int:
+    """m0 is served from a checkpoint, by both engines."""
+    await_routable(space, SERVER, 2)
+    version: int = trainer("fleet.update_weights('/weights/m0', timeout=120)")["version"]
+    await_routable(space, SERVER, 2, seconds=60)
+    return version
+
+
+def test_an_engine_that_is_killed_between_two_buckets_comes_back_and_the_other_commits(
+    space: Kubectl, trainer: Trainer, greedy: dict[str, Any]
+) -> None:
+    version = settled(space, trainer)
+    victim = engines(space, f"{SERVER}-main")[1]
+    with ThreadPoolExecutor() as pool:
+        update = Stopped(space, trainer, pool, "m1")
+        faults.send(victim["podUid"], signal.SIGKILL, part=faults.ENGINE_PROCESS)
+        update.go_on()
+        result = update.result.result()
+    assert result["version"] == version + 1
+    outcomes = {verdict["pod"]: verdict["outcome"] for verdict in result["engines"]}
+    assert outcomes.pop(victim["pod"]) == "Unreachable"
+    assert list(outcomes.values()) == ["Committed"]
+    assert trainer(GREEDY) == greedy["m1"]
+    waiting = eventually(
+        lambda: engines(space, f"{SERVER}-main")[1],
+        240,
+        "no checkpoint of the version is known: the new life waits for the next update",
+        accept=lambda engine: engine["reason"] == "AwaitingUpdate",
+    )
+    assert waiting["pod"] != victim["pod"]
+    settled(space, trainer)
+
+
+def test_a_trainer_that_is_killed_between_two_buckets_leaves_the_old_version_serving(
+    space: Kubectl, trainer: Trainer, greedy: dict[str, Any]
+) -> None:
+    version = settled(space, trainer)
+    with ThreadPoolExecutor() as pool:
+        update = Stopped(space, trainer, pool, "m1")
+        pod = space.json("get", "pod", "trainer")["metadata"]["uid"]
+        faults.send(pod, signal.SIGKILL, part=b"stopping")
+        with pytest.raises(TrainerError):
+            update.result.result()
+    restored(space, trainer, version, greedy["m0"])
+
+
+def test_an_agent_that_is_killed_between_two_buckets_leaves_the_old_version_serving_and_the_next_update_works(
+    space: Kubectl, trainer: Trainer, greedy: dict[str, Any]
+) -> None:
+    version = settled(space, trainer)
+    with ThreadPoolExecutor() as pool:
+        update = Stopped(space, trainer, pool, "m1")
+        pod = space.json("get", "pod", "trainer")["metadata"]["uid"]
+        faults.send(pod, signal.SIGKILL, part=b"rolloutfleet.agent")
+        update.go_on()
+        with pytest.raises(TrainerError, match="AgentUnreachable"):
+            update.result.result()
+    restored(space, trainer, version, greedy["m0"])
+    trainer("fleet.wait_ready(engines=2, timeout=120)", timeout=150)
+    assert trainer("fleet.update_weights('/weights/m1', timeout=120)")["version"] == version + 1
+    assert trainer(GREEDY) == greedy["m1"]
+
+
+def test_an_api_server_that_is_away_for_twenty_seconds_in_the_middle_leaves_one_version_serving(
+    space: Kubectl, trainer: Trainer, greedy: dict[str, Any]
+) -> None:
+    version = settled(space, trainer)
+    with ThreadPoolExecutor() as pool:
+        update = Stopped(space, trainer, pool, "m1")
+        with faults.without_api_server(20.0):
+            pass
+        update.go_on()
+        try:
+            version, tokens = update.result.result()["version"], greedy["m1"]
+        except TrainerError:  # it did not lead any more when it came to the commit
+            tokens = greedy["m0"]
+    if tokens == greedy["m0"]:
+        restored(space, trainer, version, tokens)
+    else:
+        assert trainer(GREEDY) == tokens
+
+
+def test_of_two_agents_one_leads_and_the_other_is_told_who(space: Kubectl, trainer: Trainer) -> None:
+    settled(space, trainer)
+    space.apply(trainer_pod("second", f"actor={SERVER}"))
+    space("wait", "pod/second", "--for=condition=Ready", "--timeout=60s")
+    with pytest.raises(TrainerError, match=r"NotLeading: .*pod trainer leads it"):
+        Trainer(space, "second")("fleet.update_weights('/weights/m1')")
+    with pytest.raises(TrainerError, match="NotLeading"):
+        Trainer(space, "second")("fleet.offload()")
+    space("delete", "pod", "second", "--force", "--grace-period=0")
