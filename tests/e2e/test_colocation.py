@@ -68,7 +68,7 @@ def engine_pods(space: Kubectl) -> list[dict[str, Any]]:
             "metadata": {"name": "qwen", "namespace": space.namespace, "uid": str(uuid.uuid4())},
         }
     )
-    defaults = Defaults(router_image="router", placeholder_image="pause", agent_image="agent")
+    defaults = Defaults(router_image="router", placeholder_image="pause", agent_image=TRAINER_IMAGE)
     (group,) = (
         ServerGroup.model_validate({**child, "metadata": {**child["metadata"], "uid": str(uuid.uuid4())}})
         for child in wanted_children(server, defaults, pairs=False)

@@ -59,6 +59,7 @@ class Server:
             "PYTHONPATH": str(SHIM),
             "MEMORY_SAVER_BOOKS": str(books),
             "PYTHONDONTWRITEBYTECODE": "1",
+            "MC_FORCE_TCP": "1",  # for pairs: no RDMA here
         }
         arguments = [
             *(str(place("ENGINE") / "bin/python"), "-m", "sglang.launch_server"),

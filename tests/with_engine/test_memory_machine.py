@@ -13,7 +13,7 @@ from unit.agent.machine import Fault, Machine, Step, steps
 from with_engine.conftest import Server, place
 
 STORY_SECONDS = 120.0
-WALK_SECONDS = 75.0
+WALK_SECONDS = 60.0
 
 
 def play(runner: asyncio.Runner, server: Server, http: Http, story: list[Step]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from rolloutfleet.api.agent import MemoryTag
-from rolloutfleet.api.rollout_server import EngineMemory, TrainingMemory
+from rolloutfleet.api.memory import EngineMemory, TrainingMemory
 from rolloutfleet.api.server_group import EngineStatus
 
 TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache", "cuda_graph")

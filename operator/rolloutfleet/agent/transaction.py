@@ -385,19 +385,19 @@ async def _flushed_beside_waiting(engine: EngineClient, seconds: float) -> None:
 
 
 def participants_in(fleet: Fleet) -> list[Participant]:
-    """Engines that may be answering requests, or could be by the time an update ends."""
+    """Engines that may be answering requests, or could be by the time an update ends; but none whose weights are
+    released, or of which nobody knows whether they are."""
     training = fleet.training
     memory = training.memory.engines if training.memory else ()
+    away = {entry.uid for entry in memory if entry.state != "Known" or "weights" in entry.released}
     held = {entry.uid for entry in memory}
-    # There is nothing that weights could be written to, or nobody knows.
-    untouchable = {entry.uid for entry in memory if entry.state != "Known" or "weights" in entry.released}
     if training.weights is not None:
         # Proved by our own last update: status may not say Serving again yet.
         held |= {verdict.uid for verdict in training.weights.engines if verdict.outcome == "Committed"}
     return [
         participant_of(group, engine)
         for group, engine in fleet.trained_engines()
-        if engine.url and engine.pod_uid not in untouchable and _takes_part(engine, fleet.committed_version, held)
+        if engine.url and engine.pod_uid not in away and _takes_part(engine, fleet.committed_version, held)
     ]
 
 

@@ -19,6 +19,7 @@ from rolloutfleet.api.common import (
     RouterArguments,
     WeightsSpec,
 )
+from rolloutfleet.api.memory import TrainingMemory
 from rolloutfleet.api.names import DERIVED_NAME_BUDGET, EXTERNAL_GROUP, server_group_name
 from rolloutfleet.api.schema import Column, Kind, ListMap, ListSet, Model, Opaque, Resource, Rule
 
@@ -242,37 +243,6 @@ class TrainingWeights(Model):
     """While Updating: RFC 3339 time after which the operator restores the fleet."""
     engines: Annotated[tuple[EngineVerdict, ...], Field(max_length=2048), ListMap(("pod",))] = ()
     """Verdicts of the last update."""
-
-
-MemoryTags = Annotated[tuple[Literal["weights", "kv_cache", "cuda_graph"], ...], Field(max_length=3)]
-
-
-class EngineMemory(Model):
-    """Memory of one life of one engine. SGLang does not tell what it has released, and dies of a call too many."""
-
-    pod: Annotated[str, Field(max_length=253)]
-    """Pod of rank 0."""
-    uid: Annotated[str, Field(max_length=64)]
-    """Its UID: a later life of the engine has released nothing."""
-    state: Literal["Known", "Changing", "Unknown"] = "Known"
-    """Changing: a release or resume is under way; if the agent that began it has died nobody can know how it ended.
-    Unknown: nobody knows. The operator replaces such an engine, and no other."""
-    released: MemoryTags = ()
-    """What is released; unless Known, what was before the call."""
-
-
-class TrainingMemory(Model):
-    """What the trainer has released on the engines."""
-
-    phase: Literal["Resident", "Releasing", "Released", "Resuming"]
-    tags: MemoryTags = ()
-    """What the trainer wants to be released: an engine that comes back meanwhile is brought there too."""
-    engines: Annotated[tuple[EngineMemory, ...], Field(max_length=2048)] = ()
-    """Those that take part. One list with one owner: an entry for each in managedFields would double its size."""
-
-    @property
-    def uids(self) -> list[str]:
-        return [engine.uid for engine in self.engines]
 
 
 class LastUpdate(Model):

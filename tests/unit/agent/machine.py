@@ -182,6 +182,8 @@ class Machine:
     numbers: list[int] = field(default_factory=list)
     """How many lives each engine has had."""
     frozen: bool = False
+    roles: Sequence[str] = ()
+    """Of the engines, where they are no Regular ones."""
 
     async def begin(self) -> None:
         self.cluster = Cluster()
@@ -316,7 +318,7 @@ class Machine:
             return EngineClient(url, http=http)
 
         def worker(url: str) -> WorkerClient:
-            return WorkerClient(url, http=http)
+            return WorkerClient(url, http=http)  # there is none, and nobody asks it
 
         self.updater = Updater(fleet=fleet, leadership=self.leadership, engine=engine, worker=worker)
         self.memory = Memory(fleet=fleet, leadership=self.leadership, engine=engine)
@@ -430,6 +432,12 @@ class Machine:
                 "url": self.url(index),
                 "pod": f"qwen-main-{index}-e{self.numbers[index]}-r0",
                 "podUid": self.uid(index),
+                "facts": {
+                    "role": self.roles[index] if self.roles else "Regular",
+                    "tensorParallel": 1,
+                    "pipelineParallel": 1,
+                    "memorySaver": True,
+                },
             }
             for index in range(len(self.lives))
         ]
