@@ -155,6 +155,12 @@ class Fleet:
         weights = self.training.weights
         return weights.version if weights else 0
 
+    @property
+    def weights_key(self) -> str:
+        """Another one after each update, also where a version comes again."""
+        weights = self.server.status.training.weights if self.server and self.server.status.training else None
+        return f"{weights.version}.{weights.transaction}" if weights else "0.0"
+
     def committed_checksums(self) -> list[GroupChecksum]:
         """Of the committed version by layout: from the last update, or measured by the operator."""
         weights = self.training.weights

@@ -85,6 +85,9 @@ class Sampler:
                 "sampling_params": request.sampling_params.model_dump(exclude_none=True, exclude_defaults=True)
                 | {"max_new_tokens": request.sampling_params.max_new_tokens},
                 "return_logprob": True,
+                # Engines keep the cache of a prefix through an update in place: what the old weights made of it is
+                # nothing for the new ones.
+                "extra_key": self._fleet.weights_key,
             }
             try:
                 await self._take_slot()

@@ -121,6 +121,7 @@ def test_each_sample_is_one_request_with_log_probs_and_an_id_of_its_own(tmp_path
     for asked in router.asked:
         assert asked.body["input_ids"] == [5, 6]
         assert asked.body["return_logprob"] is True
+        assert asked.body["extra_key"] == "0.0"
         assert asked.body["sampling_params"] == {"temperature": 0.5, "max_new_tokens": 128}
 
 
