@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE := 1
 
 ARGS ?=
 
-.PHONY: help quickstart down test bench-recovery bench-router bench-scale chaos lint unit e2e generate format with-engine tools dev images up status api-server
+.PHONY: help quickstart down test bench-recovery bench-router bench-scale bench-update chaos lint unit e2e generate format with-engine tools dev images up status api-server
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
@@ -50,6 +50,10 @@ chaos: dev ## random faults on a fleet under load, on the running cluster; ARGS=
 
 bench-router: tools dev $(ROUTER)/complete ## the real router in front of engines that refuse, die, hang and vanish (root, 10 minutes)
 	@PYTHONPATH=operator:tests ROUTER_PYTHON=$(ROUTER)/bin/python $(PYTHON) -m bench.router
+
+bench-update: tools dev ## what a weight update costs beside the same sequence by hand, real engines, no cluster (10 minutes); ARGS="--engines 1,2"
+	@bash tests/cluster/cluster engine-env
+	@PATH=$(KUBERNETES):$$PATH PYTHONPATH=operator:tests ENGINE_PYTHON=$(ENGINE)/bin/python $(PYTHON) -m bench.update $(ARGS)
 
 bench-scale: tools dev ## measure the operator with 100 and 1000 fleets of stand-ins; ARGS="--only paced_100"
 	@bash tests/bench/scale/run.sh $(ARGS)
