@@ -14,7 +14,7 @@ from rolloutfleet.plan.actions import Action, ApplyStatus, Emit, Requeue
 
 PROGRESS_SECONDS = 2.0
 CROWD = 8
-MOST_PATIENCE = 5.0
+MOST_PATIENCE = 2.0
 """Times as long."""
 
 _COMPUTED = frozenset(

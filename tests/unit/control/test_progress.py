@@ -156,8 +156,8 @@ def test_events_of_other_objects_and_earlier_ones_stay() -> None:
 
 def test_a_busy_operator_tells_of_progress_later_but_tells() -> None:
     assert patience(2.0, waiting=0) == 2.0
-    assert patience(2.0, waiting=8) == 4.0
-    assert patience(2.0, waiting=10_000) == 10.0
+    assert patience(2.0, waiting=4) == 3.0
+    assert patience(2.0, waiting=10_000) == 4.0
     assert patience(0.0, waiting=100) == 0.0
 
     progress, held = Progress(), {("ServerGroup", "g"): GROUP}
