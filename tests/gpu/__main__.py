@@ -1,4 +1,5 @@
-"""`python -m gpu PHASE...` on a machine with GPUs (README): models start nccl ipc memory disk casualty sender stop.
+"""`python -m gpu PHASE...` on a machine with GPUs (README): models start nccl ipc poison memory disk casualty sender
+stop.
 
 Each phase prints JSON lines, and goes on where another one has failed.
 """
@@ -25,7 +26,8 @@ from safetensors.torch import load_file
 
 from gpu import bare
 from gpu.machine import ANOTHER_POD, FOLDER, STATE, GpuEngine, make_checkpoints, start, used_bytes
-from rolloutfleet.trainer import Fleet
+from rolloutfleet.trainer import Fleet, NonFiniteWeights
+from rolloutfleet.trainer.tensors import refuse_non_finite
 
 BUCKETS = (512 << 20, 2 << 30)
 ROUNDS = 5
@@ -82,13 +84,18 @@ class Trainer:
         self.agent.kill()
 
 
-def measured(
-    phase: str, engine: GpuEngine, fleet: Fleet, transport: str, by_hand: Callable[[dict[str, torch.Tensor], int], None]
-) -> None:
+def measured(phase: str, engine: GpuEngine, fleet: Fleet, transport: str, by_hand: bare.Transfer) -> None:
     """Ours and the bare sequence in turns, each with both checkpoints; tokens after each of ours."""
     weights = states()
     right = Reference(engine).tokens
     gigabytes = size(weights[0]) / 1e9
+    looked = []
+    for state in weights * 2:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        refuse_non_finite(list(state.items()))
+        looked.append(round(time.perf_counter() - began, 4))
+    say(phase, seconds_to_look_for_nan=looked)
     for bucket_bytes in BUCKETS:
         ours, bares, correct = [], [], []
         for turn in range(ROUNDS):
@@ -98,7 +105,7 @@ def measured(
             result = fleet.update_weights(weights[new], transport=transport, bucket_bytes=bucket_bytes)
             ours.append({**result.seconds, "call": time.perf_counter() - began})
             correct.append(engine.tokens() == right[new])
-            bares.append(bare.whole(engine, partial(by_hand, weights[1 - new], bucket_bytes)))
+            bares.append(bare.whole(engine, partial(by_hand, state=weights[1 - new], bucket_bytes=bucket_bytes)))
             correct.append(engine.tokens() == right[1 - new])
         settled = ours[1:]
         medians = {name: statistics.median(each[name] for each in settled) for name in settled[0]}
@@ -134,7 +141,7 @@ def nccl() -> None:
 def ipc() -> None:
     engine = GpuEngine.found(BESIDE)
     with Trainer(engine) as trainer:
-        measured("ipc", engine, trainer.fleet, "tensor", bare.Ipc(engine).transfer)
+        measured("ipc", engine, trainer.fleet, "tensor", bare.Ipc().transfer)
 
 
 def disk() -> None:
@@ -144,6 +151,21 @@ def disk() -> None:
         for new in (1, 0, 1, 0):
             result = trainer.fleet.update_weights(FOLDER / f"m{new}")
             say("disk", seconds=rounded(result.seconds), tokens_right=engine.tokens() == right[new])
+
+
+def poison() -> None:
+    """One bad number is found on a GPU as well."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        for bad in (float("nan"), float("inf"), float("-inf")):
+            tensor = torch.ones(1 << 24, device="cuda:0").to(dtype)
+            refuse_non_finite([("good", tensor)])
+            tensor[12345] = bad
+            found = False
+            try:
+                refuse_non_finite([("good", torch.ones(3, device="cuda:0")), ("bad", tensor)])
+            except NonFiniteWeights as error:
+                found = str(error).startswith("bad")
+            say("poison", dtype=str(dtype), value=str(bad), became=str(tensor[12345].item()), found=found)
 
 
 def memory() -> None:
@@ -313,6 +335,7 @@ PHASES: dict[str, Callable[[], None]] = {
     "start": start_engines,
     "nccl": nccl,
     "ipc": ipc,
+    "poison": poison,
     "memory": memory,
     "disk": disk,
     "casualty": casualty,

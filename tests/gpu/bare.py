@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 from gpu.machine import Bare
 
 State = Mapping[str, torch.Tensor]
-Transfer = Callable[[State], None]
+Transfer = Callable[[Bare, State, int], None]
 
 
 def flat_buckets(state: State, limit: int) -> Iterator[tuple[list[tuple[str, torch.Tensor]], torch.Tensor]]:
@@ -37,10 +37,10 @@ def flat_buckets(state: State, limit: int) -> Iterator[tuple[list[tuple[str, tor
 
 class Nccl:
     def __init__(self, engine: Engine) -> None:
-        self._http = Bare(engine)
+        self._engine = engine
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         joining = threading.Thread(
-            target=lambda: self._http.sure(
+            target=lambda: Bare(engine).sure(
                 "/init_weights_update_group",
                 master_address="127.0.0.1",
                 master_port=store.port,
@@ -64,7 +64,7 @@ class Nccl:
         joining.join()
         self._store = store
 
-    def transfer(self, state: State, bucket_bytes: int) -> None:
+    def transfer(self, http: Bare, state: State, bucket_bytes: int) -> None:
         for tensors, flat in flat_buckets(state, bucket_bytes):
             body = {
                 "names": [name for name, _ in tensors],
@@ -74,24 +74,19 @@ class Nccl:
                 "load_format": "flattened_bucket",
                 "flush_cache": False,
             }
-            telling = threading.Thread(
-                target=lambda body=body: self._http.sure("/update_weights_from_distributed", **body)
-            )
+            telling = threading.Thread(target=lambda body=body: http.sure("/update_weights_from_distributed", **body))
             telling.start()
             dist.broadcast(flat, 0, group=self._group)
             telling.join()
         torch.cuda.synchronize()
 
     def close(self) -> None:
-        self._http.sure("/destroy_weights_update_group", group_name="bare")
+        Bare(self._engine).sure("/destroy_weights_update_group", group_name="bare")
         self._group.abort()
 
 
 class Ipc:
-    def __init__(self, engine: Engine) -> None:
-        self._http = Bare(engine)
-
-    def transfer(self, state: State, bucket_bytes: int) -> None:
+    def transfer(self, http: Bare, state: State, bucket_bytes: int) -> None:
         for tensors, flat in flat_buckets(state, bucket_bytes):
             metadata, start = [], 0
             for name, tensor in tensors:
@@ -110,7 +105,7 @@ class Ipc:
             buffer = io.BytesIO()
             ForkingPickler(buffer).dump({"flattened_tensor": flat, "metadata": metadata})
             payload = base64.b64encode(buffer.getvalue()).decode()
-            self._http.sure(
+            http.sure(
                 "/update_weights_from_tensor",
                 serialized_named_tensors=[payload],
                 load_format="flattened_bucket",
@@ -119,7 +114,7 @@ class Ipc:
         torch.cuda.synchronize()
 
 
-def whole(engine: Engine, transfer: Callable[[], None]) -> dict[str, float]:
+def whole(engine: Engine, transfer: Callable[[Bare], None]) -> dict[str, float]:
     """Seconds of what any careful update does: pause, flush, transfer, label, checksum, continue."""
     http = Bare(engine)
     torch.cuda.synchronize()
@@ -128,7 +123,7 @@ def whole(engine: Engine, transfer: Callable[[], None]) -> dict[str, float]:
     http.sure("/flush_cache")
     sessions = http.post("/begin_weight_update")[0] != 404
     loading = time.perf_counter()
-    transfer()
+    transfer(http)
     loaded = time.perf_counter()
     if sessions:
         http.sure("/end_weight_update")

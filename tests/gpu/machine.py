@@ -104,7 +104,7 @@ def used_bytes(gpu: int) -> int:
 
 
 class Bare:
-    """A kept connection, and no more than is needed."""
+    """One connection for one update (SGLang closes it after five idle seconds), and no more than is needed."""
 
     def __init__(self, engine: Engine) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", engine.port, timeout=120)
