@@ -1,4 +1,4 @@
-"""`python -m gpu PHASE...` on a machine with GPUs (README): models start nccl ipc poison memory disk casualty sender
+"""`python -m gpu PHASE...` on a machine with GPUs (README): models start nccl host ipc poison memory disk casualty sender
 stop.
 
 Each phase prints JSON lines, and goes on where another one has failed.
@@ -89,6 +89,10 @@ def measured(phase: str, engine: GpuEngine, fleet: Fleet, transport: str, by_han
     weights = states()
     right = Reference(engine).tokens
     gigabytes = size(weights[0]) / 1e9
+    began = time.perf_counter()
+    for _ in range(100):
+        fleet.view()
+    say(phase, agent_answers_in_s=round((time.perf_counter() - began) / 100, 5))
     looked = []
     for state in weights * 2:
         torch.cuda.synchronize()
@@ -136,6 +140,24 @@ def nccl() -> None:
         by_hand = bare.Nccl(engine)
         measured("nccl", engine, trainer.fleet, "distributed", by_hand.transfer)
         by_hand.close()
+
+
+def host() -> None:
+    """Tensors on the trainer's CPU, an engine on a GPU: over gloo."""
+    engine = GpuEngine.found(FAR[0])
+    right = Reference(engine).tokens
+    with Trainer(engine) as trainer:
+        for new in (1, 0, 1):
+            weights = load_file(FOLDER / f"m{new}" / "model.safetensors")
+            began = time.perf_counter()
+            result = trainer.fleet.update_weights(weights)
+            called = time.perf_counter() - began
+            say(
+                "host",
+                call=round(called, 3),
+                seconds=rounded(result.seconds),
+                tokens_right=engine.tokens() == right[new],
+            )
 
 
 def ipc() -> None:
@@ -334,6 +356,7 @@ PHASES: dict[str, Callable[[], None]] = {
     "models": make_checkpoints,
     "start": start_engines,
     "nccl": nccl,
+    "host": host,
     "ipc": ipc,
     "poison": poison,
     "memory": memory,

@@ -136,12 +136,11 @@ def send(
         if state is not None:
             refuse_non_finite(list(state.items()))
         return _Update(agent, kept, options, sending).run(state, whole)
-    except BaseException:
+    finally:
         if gathers:
-            # Others wait for us in collective calls.
+            # What is left when there is nobody to send to, or something has gone wrong: others wait for us in it.
             for _ in whole:
                 pass
-        raise
 
 
 def gather(model: torch.nn.Module) -> None:
