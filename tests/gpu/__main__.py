@@ -1,5 +1,4 @@
-"""`python -m gpu PHASE...` on a machine with GPUs (README): models start nccl host ipc poison memory disk casualty sender
-stop.
+"""`python -m gpu PHASE...` on a machine with GPUs: PHASES below, and README.md.
 
 Each phase prints JSON lines, and goes on where another one has failed.
 """
@@ -297,6 +296,27 @@ fleet.update_weights(weights)
 """
 
 
+LEAVING = """
+import sys
+from safetensors.torch import load_file
+from rolloutfleet.trainer import connect
+fleet = connect("actor", url=sys.argv[1])
+fleet.update_weights(load_file(sys.argv[2], device="cuda:0"))
+if sys.argv[3] == "closed":
+    fleet.close()
+"""
+
+
+def leaving() -> None:
+    """A trainer ends well, whether or not it says goodbye."""
+    engine = GpuEngine.found(FAR[0])
+    with Trainer(engine) as trainer:
+        for how in ("closed", "open"):
+            arguments = [trainer.agent.url, str(FOLDER / "m1" / "model.safetensors"), how]
+            ended = subprocess.run([sys.executable, "-c", LEAVING, *arguments], timeout=60, check=False)
+            say("leaving", how=how, exit=ended.returncode)
+
+
 def sender() -> None:
     """The trainer is killed while an engine waits for its broadcast. What becomes of the engine?"""
     engine = GpuEngine.found(FAR[0])
@@ -333,10 +353,16 @@ def sender() -> None:
 
 
 def start_engines() -> None:
+    """All, or those that ENGINES names."""
     make_checkpoints()
-    engines = [start(BESIDE, gpu=0, flags=["--enable-memory-saver", "--cuda-graph-max-bs", "8"], prefix=ANOTHER_POD)]
+    wanted = os.environ.get("ENGINES", ",".join((BESIDE, *FAR))).split(",")
+    engines = []
+    if BESIDE in wanted:
+        flags = ["--enable-memory-saver", "--cuda-graph-max-bs", "8"]
+        engines.append(start(BESIDE, gpu=0, flags=flags, prefix=ANOTHER_POD))
     if torch.cuda.device_count() > 1:
-        engines += [start(name, gpu=1, flags=["--disable-cuda-graph", "--max-total-tokens", "65536"]) for name in FAR]
+        flags = ["--disable-cuda-graph", "--max-total-tokens", "65536"]
+        engines += [start(name, gpu=1, flags=flags) for name in FAR if name in wanted]
     began = time.monotonic()
     STATE.write_text(json.dumps({engine.name: engine.noted for engine in engines}))
     for engine in engines:
@@ -361,6 +387,7 @@ PHASES: dict[str, Callable[[], None]] = {
     "poison": poison,
     "memory": memory,
     "disk": disk,
+    "leaving": leaving,
     "casualty": casualty,
     "sender": sender,
     "stop": stop,

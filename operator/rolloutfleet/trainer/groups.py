@@ -14,8 +14,9 @@ import contextlib
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -33,6 +34,7 @@ SGLANG_CUMEM = "0"
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 ENDLESS = timedelta(days=1)
 """NCCL's own time-out of a broadcast: the agent watches the engines, and says when one is lost."""
+CLOSE_SECONDS = 10.0
 
 _environment = threading.Lock()
 
@@ -73,6 +75,8 @@ class Groups:
         """By engine's UID."""
         self._stores: dict[str, Any] = {}
         """They answer ranks that join, so they live as long as their group."""
+        self._ending: list[Future[None]] = []
+        weakref.finalize(self, _end_at_exit, self._whole)
 
     def names(self, backend: Backend) -> dict[str, str]:
         return {uid: group.name for uid, group in self._whole.items() if group.backend == backend}
@@ -117,7 +121,8 @@ class Groups:
         self._stores.pop(uid, None)
         if group is not None and group.backend == "nccl":
             # In a thread: an abort waits for a communicator that is being made.
-            _in_thread(group.end.abort, "aborts a group")
+            self._ending = [each for each in self._ending if not each.done()]
+            self._ending.append(_in_thread(group.end.abort, "aborts a group"))
 
     def keep(self, uids: Mapping[str, str]) -> None:
         """Abort all groups but these (name by UID): those engines are gone."""
@@ -126,7 +131,16 @@ class Groups:
                 self.abort(uid)
 
     def close(self) -> None:
+        """Waits for NCCL, though not for ever: a process that ends beside it ends by a signal."""
         self.keep({})
+        wait(self._ending, timeout=CLOSE_SECONDS)
+
+
+def _end_at_exit(whole: dict[str, Group]) -> None:
+    for group in whole.values():
+        if group.backend == "nccl":
+            group.end.abort()
+    whole.clear()
 
 
 def _end(store: Any, name: str, *, size: int, backend: Backend, seconds: float) -> Any:

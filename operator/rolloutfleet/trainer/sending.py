@@ -90,7 +90,7 @@ class SendingOptions(TypedDict, total=False):
     """distributed (default): broadcast, by NCCL from a GPU and by gloo from a CPU. tensor: handles of shared memory,
     for engines on the trainer's own GPUs."""
     bucket_bytes: int
-    """Default 512 MiB: a copy of that size is made on the trainer's side, and one on each engine's."""
+    """Default 512 MiB: up to three copies of that size are made on the trainer's side, and one on each engine's."""
     dtype: torch.dtype | None
     """Of the served model, where the trainer's is another. Default: each tensor as it is."""
     source: str
@@ -165,6 +165,8 @@ class _Update:
         self._deadline: float = time.monotonic() + options["timeout_seconds"]
         self._engines: dict[str, UpdateEngine] = {}
         """That have not fallen out."""
+        self._travelling: dict[str, Future[None]] = {}
+        """Our part of the last bucket by engine. With NCCL an engine answers as soon as it has begun to receive."""
         self._bytes = 0
         self._buckets = 0
 
@@ -192,6 +194,7 @@ class _Update:
                     finally:
                         self._complete(bucket, under_way)
                     bucket = following
+                self._collect(self._travelling)
                 return self._step("finish", SenderDone(sender=self._sender, bytes=self._bytes), UpdateResult)
             except BaseException:
                 self._abandon()
@@ -259,7 +262,9 @@ class _Update:
     def _complete(self, bucket: Bucket, under_way: _UnderWay) -> None:
         ordered, sent = under_way
         self._drop(ordered.result())
-        self._collect(sent)
+        # The one before: this one travels while the engines are told of the next.
+        self._collect(self._travelling)
+        self._travelling = sent
         if self._transport == "tensor":
             collect()
         self._bytes += bucket.flat.numel()
@@ -274,8 +279,8 @@ class _Update:
             self._groups.abort(uid)
 
     def _collect(self, parts: dict[str, Future[None]]) -> None:
-        """Wait for our side of what the engines that have not fallen out have answered to. One whose group has gone
-        wrong here has what it has confirmed, and falls out at the next bucket if there is one."""
+        """Wait for our side of what has been sent to the engines that have not fallen out. One whose group has gone
+        wrong on this side hangs or holds a mixture: the checksum tells."""
         for uid, part in parts.items():
             if uid not in self._engines:
                 continue
