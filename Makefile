@@ -53,7 +53,7 @@ bench-router: tools dev $(ROUTER)/complete ## the real router in front of engine
 
 bench-update: tools dev ## what a weight update costs beside the same sequence by hand, real engines, no cluster (10 minutes); ARGS="--engines 1,2"
 	@bash tests/cluster/cluster engine-env
-	@PATH=$(KUBERNETES):$$PATH PYTHONPATH=operator:tests ENGINE_PYTHON=$(ENGINE)/bin/python $(PYTHON) -m bench.update $(ARGS)
+	@. tests/cluster/common.sh && ENGINE_PYTHON=$$ENGINE/bin/python $(PYTHON) -m bench.update $(ARGS)
 
 bench-scale: tools dev ## measure the operator with 100 and 1000 fleets of stand-ins; ARGS="--only paced_100"
 	@bash tests/bench/scale/run.sh $(ARGS)

@@ -4,7 +4,8 @@ Whoever dies takes its own group along: the sender aborts that one and goes on w
 dead engine would leave the others in a broadcast that nobody ends (docs/adr/0014).
 
 SGLang joins by torch's TCP rendezvous and a store prefixed with the group's name (its init_custom_process_group); the
-sender opens that store. Closing it frees an engine that waits for the group to become whole.
+sender opens that store. Closing it frees an engine that waits for the group to become whole. The groups are none of
+torch.distributed's own: a trainer's default group need not be there, and is not split or touched.
 """
 
 from __future__ import annotations
@@ -13,19 +14,29 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
 
+Backend = Literal["nccl", "gloo"]
+
 CUMEM = "NCCL_CUMEM_ENABLE"
 SGLANG_CUMEM = "0"
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+ENDLESS = timedelta(days=1)
+"""NCCL's own time-out of a broadcast: the agent watches the engines, and says when one is lost."""
+CLOSE_SECONDS = 10.0
+
+_environment = threading.Lock()
 
 
 class GroupError(RuntimeError):
@@ -40,7 +51,7 @@ def require_matching_nccl() -> None:
     value = os.environ.get(CUMEM)
     if value == SGLANG_CUMEM:
         return
-    if value is not None or dist.is_initialized():
+    if value is not None or (dist.is_initialized() and "nccl" in dist.get_backend_config()):
         raise GroupError(
             f"{CUMEM} is {value or 'not set'} in the trainer and {SGLANG_CUMEM} in SGLang's engines: a broadcast "
             f"between them hangs. Start the trainer with {CUMEM}={SGLANG_CUMEM}"
@@ -48,103 +59,137 @@ def require_matching_nccl() -> None:
     os.environ[CUMEM] = SGLANG_CUMEM
 
 
+@dataclass(frozen=True)
+class Group:
+    name: str
+    backend: Backend
+    end: Any
+    """Ours: a torch ProcessGroupNCCL or ProcessGroupGloo."""
+
+
 class Groups:
     """Kept from one update to the next. Not for several threads at once."""
 
     def __init__(self) -> None:
-        self._whole: dict[str, tuple[str, Any]] = {}
-        """Name and process group by engine's UID."""
+        self._whole: dict[str, Group] = {}
+        """By engine's UID."""
         self._stores: dict[str, Any] = {}
         """They answer ranks that join, so they live as long as their group."""
+        self._ending: list[Future[None]] = []
+        weakref.finalize(self, _end_at_exit, self._whole)
 
-    @property
-    def names(self) -> dict[str, str]:
-        return {uid: name for uid, (name, _) in self._whole.items()}
+    def names(self, backend: Backend) -> dict[str, str]:
+        return {uid: group.name for uid, group in self._whole.items() if group.backend == backend}
 
     def open(self, uid: str, *, seconds: float) -> int:
-        """Open the store in which this engine is awaited; returns its port."""
+        """Open the store in which this engine is awaited, on all addresses; returns its port."""
         import torch.distributed as dist
 
         self.abort(uid)
         store = dist.TCPStore(
-            "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds), use_libuv=True
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds), use_libuv=True
         )
         self._stores[uid] = store
         return int(store.port)
 
-    def joining(self, uid: str, name: str, *, ranks: int, backend: str, seconds: float) -> Future[None]:
-        """Make the group with an engine of so many ranks, in a thread: done when all have joined."""
-        import torch.distributed as dist
-        from torch.distributed import distributed_c10d as c10d
-
-        store = dist.PrefixStore(name, self._stores[uid])
+    def joining(self, uid: str, name: str, *, ranks: int, backend: Backend, seconds: float) -> Future[None]:
+        """Make the group with an engine of so many ranks, in a thread: done when all have joined, with gloo; NCCL's
+        ranks meet in their first broadcast."""
+        opened = self._stores[uid]
 
         def join() -> None:
-            group, _ = c10d._new_process_group_helper(
-                ranks + 1,
-                0,
-                [],
-                c10d.Backend(backend),
-                store,
-                group_name=c10d.GroupName(name) if hasattr(c10d, "GroupName") else name,
-                timeout=timedelta(seconds=seconds),
-            )
-            self._whole[uid] = (name, group)
+            group = Group(name, backend, _end(opened, name, size=ranks + 1, backend=backend, seconds=seconds))
+            if self._stores.get(uid) is opened:  # else it has been given up meanwhile
+                self._whole[uid] = group
 
         return _in_thread(join, f"joins {name}")
 
-    def broadcasting(self, flat: torch.Tensor) -> dict[str, Future[None]]:
+    def broadcasting(self, flat: torch.Tensor, *, seconds: float) -> dict[str, Future[None]]:
         """Send to every engine at once, each in a thread of its own; done when it has been sent."""
         import torch
 
         stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
         return {
-            uid: _in_thread(partial(_broadcast, group, flat, stream), f"sends to {name}")
-            for uid, (name, group) in self._whole.items()
+            uid: _in_thread(partial(_broadcast, group.end, flat, stream, seconds), f"sends to {group.name}")
+            for uid, group in self._whole.items()
         }
 
     def abort(self, uid: str) -> None:
-        """Forget the group with an engine that is no more, or is stuck; whatever waits in it ends."""
-        _, group = self._whole.pop(uid, ("", None))
+        """Forget the group with an engine that is no more, or is stuck. NCCL ends what waits in it; gloo's end of it
+        lives on in the thread that waits, until the engine's is gone or the broadcast's time is over."""
+        group = self._whole.pop(uid, None)
         self._stores.pop(uid, None)
-        if group is not None:
-            # In a thread: with some backends an abort waits for what it aborts.
-            _in_thread(lambda: _abort(group), "aborts a group")
+        if group is not None and group.backend == "nccl":
+            # In a thread: an abort waits for a communicator that is being made.
+            self._ending = [each for each in self._ending if not each.done()]
+            self._ending.append(_in_thread(group.end.abort, "aborts a group"))
 
     def keep(self, uids: Mapping[str, str]) -> None:
         """Abort all groups but these (name by UID): those engines are gone."""
-        for uid, name in list(self.names.items()):
-            if uids.get(uid) != name:
+        for uid, group in list(self._whole.items()):
+            if uids.get(uid) != group.name:
                 self.abort(uid)
 
     def close(self) -> None:
+        """Waits for NCCL, though not for ever: a process that ends beside it ends by a signal."""
         self.keep({})
+        wait(self._ending, timeout=CLOSE_SECONDS)
 
 
-def _broadcast(group: Any, flat: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
+def _end_at_exit(whole: dict[str, Group]) -> None:
+    for group in whole.values():
+        if group.backend == "nccl":
+            group.end.abort()
+    whole.clear()
+
+
+def _end(store: Any, name: str, *, size: int, backend: Backend, seconds: float) -> Any:
+    """Rank 0, as torch's _new_process_group_helper makes it on the engine's side, under the same keys of the store."""
+    import torch.distributed as dist
+
+    device = "cuda" if backend == "nccl" else "cpu"
+    prefixed = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(prefixed, 0, size, timedelta(seconds=seconds))
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = ENDLESS
+    with _errors_left_to_us():
+        return dist.ProcessGroupNCCL(prefixed, 0, size, options)
+
+
+@contextlib.contextmanager
+def _errors_left_to_us() -> Iterator[None]:
+    """torch reads this when a group is made; by default it ends the whole trainer when a peer has died."""
+    with _environment:
+        before = os.environ.get(ERROR_HANDLING)
+        os.environ[ERROR_HANDLING] = "0"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[ERROR_HANDLING]
+            else:
+                os.environ[ERROR_HANDLING] = before
+
+
+def _broadcast(end: Any, flat: torch.Tensor, stream: torch.cuda.Stream | None, seconds: float) -> None:
     import torch
     import torch.distributed as dist
 
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.rootTensor = 0
+    options.timeout = timedelta(seconds=seconds)
     if stream is None:
-        group.broadcast([flat], options).wait()
+        end.broadcast([flat], options).wait()
         return
     with torch.cuda.device(flat.device):
         # A stream of its own: what is stuck with a dead engine must not hold up the trainer's.
         side = torch.cuda.Stream()
         side.wait_stream(stream)
         with torch.cuda.stream(side):
-            group.broadcast([flat], options).wait()
+            end.broadcast([flat], options).wait()
         side.synchronize()
-
-
-def _abort(group: Any) -> None:
-    try:
-        group.abort()
-    except (RuntimeError, AttributeError, NotImplementedError) as error:
-        logger.info("group not aborted: %s", error)
 
 
 def _in_thread(work: Callable[[], None], name: str) -> Future[None]:
@@ -155,11 +200,9 @@ def _in_thread(work: Callable[[], None], name: str) -> Future[None]:
         try:
             work()
         except BaseException as error:
-            with contextlib.suppress(Exception):
-                future.set_exception(error)
+            future.set_exception(error)
         else:
-            with contextlib.suppress(Exception):
-                future.set_result(None)
+            future.set_result(None)
 
     threading.Thread(target=run, name=f"rolloutfleet {name}", daemon=True).start()
     return future

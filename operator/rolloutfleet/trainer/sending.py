@@ -8,9 +8,10 @@ holds open to the agent breaks, and the agent restores the fleet.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar
 
@@ -30,7 +31,7 @@ from rolloutfleet.api.agent import (
     UpdateSession,
 )
 from rolloutfleet.trainer.errors import FleetError, Refused
-from rolloutfleet.trainer.groups import Groups, require_matching_nccl
+from rolloutfleet.trainer.groups import Backend, Groups, require_matching_nccl
 from rolloutfleet.trainer.shared_memory import collect, payloads
 from rolloutfleet.trainer.tensors import (
     Bucket,
@@ -46,8 +47,12 @@ from rolloutfleet.trainer.tensors import (
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
+
 BUCKET_BYTES = 512 << 20
 JOIN_SECONDS = 60.0
+SETTLE_SECONDS = 10.0
+"""How much later than an engine has answered our own end of the same broadcast may be through."""
 END_SECONDS = 90.0
 """What the agent may take to verify, commit and resume after the last bucket."""
 
@@ -85,7 +90,7 @@ class SendingOptions(TypedDict, total=False):
     """distributed (default): broadcast, by NCCL from a GPU and by gloo from a CPU. tensor: handles of shared memory,
     for engines on the trainer's own GPUs."""
     bucket_bytes: int
-    """Default 512 MiB: a copy of that size is made on the trainer's side, and one on each engine's."""
+    """Default 512 MiB: up to three copies of that size are made on the trainer's side, and one on each engine's."""
     dtype: torch.dtype | None
     """Of the served model, where the trainer's is another. Default: each tensor as it is."""
     source: str
@@ -95,6 +100,9 @@ class SendingOptions(TypedDict, total=False):
     update: str
     """Several processes that each send a part of the tensors: how many, which one this is, and a name of the update
     (8 to 64 lower-case letters and digits) that all of them use and no other update does."""
+    engines: Callable[[UpdateEngine], bool]
+    """With transport tensor: to which engines this process sends, those on its own GPU. Each of several senders sends
+    all tensors to its own. Default: to all."""
     progress: Progress
     """Called after each bucket."""
 
@@ -128,12 +136,11 @@ def send(
         if state is not None:
             refuse_non_finite(list(state.items()))
         return _Update(agent, kept, options, sending).run(state, whole)
-    except BaseException:
+    finally:
         if gathers:
-            # Others wait for us in collective calls.
+            # What is left when there is nobody to send to, or something has gone wrong: others wait for us in it.
             for _ in whole:
                 pass
-        raise
 
 
 def gather(model: torch.nn.Module) -> None:
@@ -153,18 +160,24 @@ class _Update:
         self._id = sending.get("update") or uuid.uuid4().hex
         if sending.get("senders", 1) > 1 and "update" not in sending:
             raise Refused("update: several senders need a name of the update that all of them use", code="BadRequest")
+        if sending.get("senders", 1) > 1 and self._transport == "tensor" and "engines" not in sending:
+            raise Refused("engines: several senders must say which ones are on their GPU", code="BadRequest")
         self._deadline: float = time.monotonic() + options["timeout_seconds"]
         self._engines: dict[str, UpdateEngine] = {}
         """That have not fallen out."""
+        self._travelling: dict[str, Future[None]] = {}
+        """Our part of the last bucket by engine. With NCCL an engine answers as soon as it has begun to receive."""
         self._bytes = 0
         self._buckets = 0
 
     def run(self, state: Any, whole: Iterator[tuple[str, torch.Tensor]]) -> UpdateResult:
-        pieces = buckets(whole, self._sending.get("bucket_bytes", BUCKET_BYTES), check=state is None)
+        # Of shards this process has seen its own at most, and a change of type may overflow.
+        unchecked = state is None or sharded(state) or self._sending.get("dtype") is not None
+        pieces = buckets(whole, self._sending.get("bucket_bytes", BUCKET_BYTES), check=unchecked)
         bucket = next(pieces, None)
         if bucket is None:
             raise Refused("weights: there is not one tensor in it", code="BadRequest")
-        backend = "nccl" if bucket.flat.is_cuda else "gloo"
+        backend: Backend = "nccl" if bucket.flat.is_cuda else "gloo"
         if backend == "nccl" and self._transport == "distributed":
             require_matching_nccl()
         # One for the line that is held, one for steps.
@@ -176,9 +189,12 @@ class _Update:
                     self._join(backend)
                 while bucket is not None and self._engines:
                     under_way = self._start(bucket, threads)
-                    following = next(pieces, None)  # made while this one travels
-                    self._complete(bucket, under_way)
+                    try:
+                        following = next(pieces, None)  # made while this one travels
+                    finally:
+                        self._complete(bucket, under_way)
                     bucket = following
+                self._collect(self._travelling)
                 return self._step("finish", SenderDone(sender=self._sender, bytes=self._bytes), UpdateResult)
             except BaseException:
                 self._abandon()
@@ -186,7 +202,7 @@ class _Update:
             finally:
                 held.result()
 
-    def _begin(self, state: Any, backend: str) -> None:
+    def _begin(self, state: Any, backend: Backend) -> None:
         try:
             request = BeginUpdate.model_validate(
                 {
@@ -197,14 +213,15 @@ class _Update:
                     "sender": self._sender,
                     "backend": backend,
                     "tensors": described(state, self._sending.get("dtype")) if state is not None else None,
-                    "groups": self._groups.names,
+                    "groups": self._groups.names(backend),
                     "source": self._sending.get("source", ""),
                 }
             )
         except ValidationError as error:
             raise Refused(str(error), code="BadRequest") from error
         session = self._agent.call("POST", "updates", UpdateSession, body=request, seconds=self._left)
-        self._engines = {engine.uid: engine for engine in session.engines}
+        chosen = self._sending.get("engines") or (lambda _: True)
+        self._engines = {engine.uid: engine for engine in session.engines if chosen(engine)}
         self._groups.keep({engine.uid: engine.group for engine in session.engines if not engine.join})
 
     def _hold(self) -> None:
@@ -213,7 +230,7 @@ class _Update:
         with contextlib.suppress(FleetError):  # the same is told to whoever finishes
             self._agent.call("GET", path, UpdateResult, seconds=self._left + END_SECONDS)
 
-    def _join(self, backend: str) -> None:
+    def _join(self, backend: Backend) -> None:
         new = [engine for engine in self._engines.values() if engine.join]
         if not new:
             return
@@ -221,7 +238,7 @@ class _Update:
         ports = [GroupAt(uid=engine.uid, port=self._groups.open(engine.uid, seconds=seconds)) for engine in new]
         joining = {
             engine.uid: self._groups.joining(
-                engine.uid, engine.group, ranks=engine.ranks, backend=backend, seconds=self._options["timeout_seconds"]
+                engine.uid, engine.group, ranks=engine.ranks, backend=backend, seconds=seconds
             )
             for engine in new
         }
@@ -233,7 +250,7 @@ class _Update:
             ordered = threads.submit(
                 self._step, "buckets", SendBucket(sender=self._sender, tensors=bucket.tensors), StepResult
             )
-            return ordered, self._groups.broadcasting(bucket.flat)
+            return ordered, self._groups.broadcasting(bucket.flat, seconds=self._left)
         shared = payloads(bucket, self._engines.values())
         request = SendTensors(
             sender=self._sender,
@@ -245,7 +262,9 @@ class _Update:
     def _complete(self, bucket: Bucket, under_way: _UnderWay) -> None:
         ordered, sent = under_way
         self._drop(ordered.result())
-        self._collect(sent)
+        # The one before: this one travels while the engines are told of the next.
+        self._collect(self._travelling)
+        self._travelling = sent
         if self._transport == "tensor":
             collect()
         self._bytes += bucket.flat.numel()
@@ -260,20 +279,26 @@ class _Update:
             self._groups.abort(uid)
 
     def _collect(self, parts: dict[str, Future[None]]) -> None:
-        """Wait for our side of what the engines that have not fallen out have answered to."""
+        """Wait for our side of what has been sent to the engines that have not fallen out. One whose group has gone
+        wrong on this side hangs or holds a mixture: the checksum tells."""
         for uid, part in parts.items():
-            if uid in self._engines:
-                part.result(timeout=self._left)
+            if uid not in self._engines:
+                continue
+            try:
+                part.result(timeout=SETTLE_SECONDS)
+            except Exception as error:
+                logger.warning("group with %s: %s: %s", self._engines[uid].pod, type(error).__name__, error)
+                self._groups.abort(uid)
 
     def _step(self, step: str, body: BaseModel, answer: type[Answer]) -> Answer:
         seconds = self._left + END_SECONDS
         return self._agent.call("POST", f"updates/{self._id}/{step}", answer, body=body, seconds=seconds)
 
     def _abandon(self) -> None:
+        # First, so that engines which wait for us in a group hear of the end.
+        self._groups.close()
         with contextlib.suppress(FleetError):  # it ends by itself when our line breaks
             self._agent.call("DELETE", f"updates/{self._id}", Nothing)
-        # What may be stuck in them is not worth waiting for.
-        self._groups.close()
 
     @property
     def _left(self) -> float:

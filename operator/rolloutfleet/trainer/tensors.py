@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from rolloutfleet.api.agent import TensorMeta
 from rolloutfleet.trainer.errors import NonFiniteWeights
@@ -73,24 +73,30 @@ def buckets(whole: Iterable[tuple[str, torch.Tensor]], limit_bytes: int, *, chec
 
 
 def refuse_non_finite(named: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Raises NonFiniteWeights naming a tensor. One pass over each, and one wait for the device."""
+    """Raises NonFiniteWeights naming a tensor. One pass over each, and one wait for a device and type."""
     import torch
 
-    floating = [(name, held_here(tensor)) for name, tensor in named if tensor.is_floating_point() and tensor.numel()]
-    floating = [(name, local) for name, local in floating if local.numel()]
-    if not floating:
-        return
-    # The extremes of a tensor with NaN are NaN; with an infinity, that.
-    wide = [local.detach().float() if local.element_size() == 1 else local.detach() for _, local in floating]
-    extremes = [torch.stack(torch.aminmax(local)).float() for local in wide]
-    by_device: dict[Any, list[int]] = {}
-    for position, pair in enumerate(extremes):
-        by_device.setdefault(pair.device, []).append(position)
-    for positions in by_device.values():
-        finite = torch.isfinite(torch.stack([extremes[position] for position in positions])).all(dim=1).tolist()
-        for position, fine in zip(positions, finite, strict=True):
+    alike: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in named:
+        local = held_here(tensor).detach()
+        if local.is_floating_point() and local.numel():
+            comparable = local if local.element_size() > 1 else local.bfloat16()  # float8 has no order in torch
+            alike.setdefault((comparable.device, comparable.dtype), []).append((name, comparable))
+    for (device, _), group in alike.items():
+        finite = torch.isfinite(_greatest(device, [tensor for _, tensor in group])).tolist()
+        for (name, _), fine in zip(group, finite, strict=True):
             if not fine:
-                raise NonFiniteWeights(f"{floating[position][0]}: holds NaN or an infinity")
+                raise NonFiniteWeights(f"{name}: holds NaN or an infinity")
+
+
+def _greatest(device: torch.device, tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Of each tensor the greatest absolute value, which NaN counts as: [number of tensors]."""
+    import torch
+
+    if device.type == "cpu":  # a tenth of the time of torch.isfinite
+        return torch.stack([torch.stack(torch.aminmax(tensor)).abs().amax() for tensor in tensors])
+    # One launch for all, as torch.nn.utils.clip_grad_norm_ does it.
+    return torch.stack(torch._foreach_norm(tensors, ord=float("inf")))
 
 
 def held_here(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,12 +23,11 @@ from rolloutfleet.api.weight_labels import fleet_id, weight_label
 from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.sglang import EngineClient
 from rolloutfleet.engine.worker import WorkerClient
-from rolloutfleet.kube.client import EVENT, KubeApi, Resource
-from rolloutfleet.kube.errors import Conflict, NotFound
+from rolloutfleet.kube.client import KubeApi
 from rolloutfleet.kube.lease import LeaseHolder
+from stand_ins.kubernetes import Cluster, Object
 from unit.engine.stand_in import Answer, Asked, HangUp, StandIn
 
-Object = dict[str, Any]
 SERVER_UID = "5e1f0a27-8c4b-4f7e-9d3a-000000000001"
 FLEET = fleet_id(SERVER_UID)
 LIMIT = 10.0
@@ -51,73 +49,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-class Cluster:
-    """Stands in for the Kubernetes API: the verbs that the agent uses, with conditional writes."""
-
-    def __init__(self) -> None:
-        self.objects: dict[tuple[str, str], Object] = {}
-        self.events: list[Object] = []
-        self.written: list[TrainingStatus] = []
-        """What the agent applied to status.training, in order."""
-        self.before_apply: list[Callable[[], None]] = []
-        """What others do between the agent's look and its write; each once."""
-
-    def put(self, plural: str, body: Object) -> None:
-        name = body["metadata"]["name"]
-        known = self.objects.get((plural, name))
-        version = int(known["metadata"]["resourceVersion"]) + 1 if known else 1
-        self.objects[plural, name] = {**body, "metadata": {**body["metadata"], "resourceVersion": str(version)}}
-
-    def seen(self, plural: str, name: str) -> Object:
-        return deepcopy(self.objects[plural, name])
-
-    async def get(self, resource: Resource, name: str, *, namespace: str | None = None, cached: bool = False) -> Object:
-        assert namespace == "rl"
-        await asyncio.sleep(0)  # others come in between, as they do over a network
-        if (resource.plural, name) not in self.objects:
-            raise NotFound(f"{resource.plural} {name} not found", status=404)
-        return self.seen(resource.plural, name)
-
-    async def create(self, resource: Resource, manifest: Object) -> Object:
-        assert resource is EVENT, "the agent may create events only"
-        self.events.append(manifest)
-        return manifest
-
-    async def update(self, resource: Resource, manifest: Object) -> Object:
-        self._check(resource, manifest)
-        self.put(resource.plural, manifest)
-        return self.seen(resource.plural, manifest["metadata"]["name"])
-
-    async def apply(
-        self,
-        resource: Resource,
-        manifest: Object,
-        *,
-        field_manager: str,
-        force: bool = True,
-        subresource: str | None = None,
-    ) -> Object:
-        assert (resource.plural, subresource, field_manager) == ("rolloutservers", "status", "rolloutfleet-agent")
-        await asyncio.sleep(0)
-        if self.before_apply:
-            self.before_apply.pop(0)()
-        self._check(resource, manifest)
-        name = manifest["metadata"]["name"]
-        body = self.seen(resource.plural, name)
-        body["status"] = {**body.get("status", {}), **deepcopy(manifest["status"])}
-        self.put(resource.plural, body)
-        self.written.append(TrainingStatus.model_validate(manifest["status"]["training"]))
-        return self.seen(resource.plural, name)
-
-    def _check(self, resource: Resource, manifest: Object) -> None:
-        metadata = manifest["metadata"]
-        if (
-            metadata["resourceVersion"]
-            != self.objects[resource.plural, metadata["name"]]["metadata"]["resourceVersion"]
-        ):
-            raise Conflict("changed meanwhile", status=409)
 
 
 class Engine:

@@ -1,0 +1,123 @@
+"""Engines on GPUs that outlive one command, random checkpoints, and what bare HTTP costs."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from engines import Engine, Process
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+FOLDER = Path("/dev/shm/rolloutfleet-gpu")
+STATE = FOLDER / "engines.json"
+SHAPE = {
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+"""1.78 billion parameters: 3.55 GB in bfloat16."""
+FLAGS = [
+    *("--skip-tokenizer-init", "--attention-backend", "triton", "--sampling-backend", "pytorch"),
+    *("--grammar-backend", "none", "--skip-server-warmup", "--mem-fraction-static", "0.5"),
+]
+ANOTHER_POD = ["unshare", "--ipc", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc"]
+"""Namespaces of its own; /dev/shm is the same."""
+
+
+def make_checkpoints() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for seed in (0, 1):
+        folder = FOLDER / f"m{seed}"
+        if folder.exists():
+            continue
+        torch.manual_seed(seed)
+        with torch.device("cuda"):
+            made = Qwen2ForCausalLM(Qwen2Config(**SHAPE)).to(torch.bfloat16)
+        made.save_pretrained(folder.with_suffix(".partial"))
+        folder.with_suffix(".partial").rename(folder)
+        del made
+        torch.cuda.empty_cache()
+
+
+def start(name: str, *, gpu: int, flags: list[str], prefix: list[str] | None = None) -> GpuEngine:
+    environment = {
+        "CUDA_VISIBLE_DEVICES": str(gpu),
+        "PYTHONPATH": os.environ.get("ENGINE_PATH", ""),
+        "HF_HUB_OFFLINE": "1",
+        "FLASHINFER_WORKSPACE_BASE": "/tmp",
+    }
+    command = [*(prefix or []), sys.executable, "-m", "sglang.launch_server", "--model-path", str(FOLDER / "m0")]
+    return GpuEngine([*command, *FLAGS, *flags], name=name, logs=FOLDER, **environment)
+
+
+class GpuEngine(Engine):
+    @property
+    def noted(self) -> dict[str, Any]:
+        return {"pid": self._process.pid, "port": self.port}
+
+    @classmethod
+    def found(cls, name: str) -> GpuEngine:
+        """One that an earlier command started."""
+        noted = json.loads(STATE.read_text())[name]
+        engine = cls.__new__(cls)
+        engine.name, engine.port = name, noted["port"]
+        engine.url = f"http://127.0.0.1:{engine.port}"
+        engine.log = FOLDER / f"{name}.log"
+        engine._process = Adopted(noted["pid"])  # type: ignore[assignment]
+        return engine
+
+
+class Adopted:
+    """As much of subprocess.Popen as a process of somebody else has."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return 0
+        return 0 if state == "Z" else None
+
+    def wait(self) -> None:
+        while self.poll() is None:
+            time.sleep(0.01)
+
+
+def used_bytes(gpu: int) -> int:
+    """As NVML counts them."""
+    query = ["nvidia-smi", f"--id={gpu}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return int(subprocess.check_output(query, text=True)) << 20
+
+
+class Bare:
+    """One connection for one update (SGLang closes it after five idle seconds), and no more than is needed."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", engine.port, timeout=120)
+
+    def post(self, path: str, **body: Any) -> tuple[int, bytes]:
+        self._connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        answer = self._connection.getresponse()
+        return answer.status, answer.read()
+
+    def sure(self, path: str, **body: Any) -> None:
+        status, content = self.post(path, **body)
+        if status != 200:
+            raise RuntimeError(f"{path}: {status} {content[:300]!r}")
+
+
+__all__ = ["ANOTHER_POD", "FOLDER", "STATE", "Bare", "GpuEngine", "Process", "make_checkpoints", "start", "used_bytes"]
