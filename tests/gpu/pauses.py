@@ -53,7 +53,7 @@ class Requests:
 
 
 def load() -> None:
-    """Each pause mode under load. After InPlace the tokens of this plain request are not right: SGLang keeps its cache."""
+    """Each pause mode under load. After InPlace a plain request gives wrong tokens: SGLang keeps its cache."""
     engine = GpuEngine.found(FAR[0])
     right = Reference(engine).tokens
     weights = states()
