@@ -31,8 +31,10 @@ from e2e.support import Kubectl, eventually, remove_namespace
 
 SERVER = "upd"
 PROMPTS = [[1, 2, 3], [7, 8, 9, 10], [200, 100]]
-GREEDY = f"[[s['response_tokens'] for s in g.model_dump()['samples']] for g in fleet.generate({PROMPTS}, temperature=0.0, \
+GREEDY = (
+    f"[[s['response_tokens'] for s in g.model_dump()['samples']] for g in fleet.generate({PROMPTS}, temperature=0.0, \
 max_new_tokens=12, ignore_eos=True, timeout=120)]"
+)
 LOAD = f"fleet.generate({PROMPTS} * 2, n=4, temperature=0.0, max_new_tokens=192, ignore_eos=True, timeout=240)"
 
 TENSORS = """
