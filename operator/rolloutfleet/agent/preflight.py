@@ -41,8 +41,8 @@ def target_version(fleet: Fleet, options: UpdateOptions) -> int:
     return target
 
 
-def checkpoint_folder(fleet: Fleet, path: str, target: int) -> Path:
-    """Raises AgentError unless `path` is a folder of the volume that engines see, and of version `target` alone.
+def checkpoint_folder(fleet: Fleet, path: str) -> Path:
+    """Raises AgentError unless `path` is a folder of the volume that engines see, by a name that is meant to stay.
 
     Engines read it now, and those that come back later read it again: what it names must never change.
     """
@@ -53,9 +53,6 @@ def checkpoint_folder(fleet: Fleet, path: str, target: int) -> Path:
     folder = PurePosixPath(path)
     if ".." in folder.parts or not folder.is_relative_to(mount) or folder == mount:
         raise invalid("PathOutsideVolume", f"path {path}: must be a folder below {mount}")
-    weights = fleet.training.weights
-    if weights is not None and weights.path == path and weights.version != target:
-        raise invalid("MutablePath", f"path {path}: holds version {weights.version}; {ONE_FOLDER}")
     if folder.name.lower() in MOVING_NAMES:
         raise invalid("MutablePath", f"path {path}: a name for whatever is newest; {ONE_FOLDER}")
     link = next((part for part in (folder, *folder.parents) if part != mount and Path(part).is_symlink()), None)

@@ -181,7 +181,7 @@ class Session:
         request = self._request
         target = target_version(self._fleet, request)
         if request.source:
-            compare_checkpoint(self._fleet, checkpoint_folder(self._fleet, request.source, target))
+            compare_checkpoint(self._fleet, checkpoint_folder(self._fleet, request.source))
         self._reference = served_checkpoint(self._fleet)
         if self._reference is None:
             logger.warning("no checkpoint of %s is mounted here: tensors are not compared", self._fleet.name)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from rolloutfleet.agent.copies import Copies
-from rolloutfleet.agent.errors import AgentError, conflict
+from rolloutfleet.agent.errors import AgentError, conflict, invalid
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.agent.preflight import checkpoint_folder, compare_checkpoint, target_version
@@ -41,6 +42,8 @@ class Updater:
         self._leadership = leadership
         self._engine = engine
         self._worker = worker
+        self._committed = Fingerprints({})
+        """Of the last version's folder."""
 
     async def update(self, request: UpdateWeights) -> UpdateResult:
         """Raises AgentError: nothing was paused, or the fleet was resumed and no version was committed."""
@@ -56,12 +59,11 @@ class Updater:
         began = time.monotonic()
         await self._fleet.refresh()
         target = target_version(self._fleet, request)
-        folder = checkpoint_folder(self._fleet, request.path, target)
+        folder = checkpoint_folder(self._fleet, request.path)
         compared = compare_checkpoint(self._fleet, folder)
+        found = self._as_it_was(folder)
         copies = await self._copied(request.path, deadline=began + COPY_SHARE * request.timeout_seconds)
         seconds = {"copy": time.monotonic() - began} if copies is not None else {}
-        # Engines load from it while they stand still, and must all find the same.
-        unchanged = Fingerprints.of([folder]) if copies is None and folder.is_dir() else Fingerprints({})
         transaction = Transaction(
             fleet=self._fleet,
             leadership=self._leadership,
@@ -82,13 +84,30 @@ class Updater:
                 transaction.errors |= copies.errors
             await transaction.pause()
             await self._load(transaction, request.path, copies, compared=compared)
-            _refuse_what_changed(transaction, unchanged)
+            if copies is None:
+                _refuse_what_changed(transaction, found)
         except AgentError as error:  # we do not lead any more
             abandoned = error
         finally:
             # Also when something above was cancelled or is a bug of ours: this resumes the fleet.
             result = await transaction.settle(abandoned=abandoned)
+        self._committed = found
         return result
+
+    def _as_it_was(self, folder: Path) -> Fingerprints:
+        """Of what engines are about to read; empty where it is not mounted here.
+
+        Raises AgentError if it is the last version's folder and something has changed in it since: an engine that came
+        back meanwhile may have read a mixture. The same folder once more is fine, for example after an onload.
+        """
+        try:
+            if folder in self._committed.taken:
+                self._committed.require_same(folder)
+            return Fingerprints.of([folder] if folder.is_dir() else [])
+        except CheckpointError as error:
+            raise invalid("MutablePath", f"path {folder}: {error}") from error
+        except OSError as error:
+            raise invalid("BadCheckpoint", f"path {folder}: cannot be read: {error}") from error
 
     async def _copied(self, path: str, *, deadline: float) -> Copies | None:
         """None where engines read the volume themselves. Raises AgentError if no pod has got a copy."""

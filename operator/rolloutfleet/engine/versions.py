@@ -152,6 +152,6 @@ class Fingerprints:
                 raise CheckpointGone(f"{folder}: gone while it was read") from error
             if now != self.taken[folder]:
                 raise CheckpointError(
-                    f"{folder}: changed while it was read; a version's folder is written once: write it under another "
-                    "name, rename it when it is complete, and never touch it again"
+                    f"{folder}: changed since it was first read; a version's folder is written once: write it under "
+                    "another name, rename it when it is complete, and never touch it again"
                 )

@@ -142,7 +142,9 @@ def test_a_checkpoint_that_changes_while_engines_read_it_is_not_committed(tmp_pa
         world.engines[0].before["update_weights_from_disk"] = changes
         error = await refused_update(world, wanted(world))
         assert error.code == "UpdateFailed"
-        assert ("changed while it was read" if change == "rewritten" else "gone while it was read") in error.details[0]
+        assert (
+            "changed since it was first read" if change == "rewritten" else "gone while it was read"
+        ) in error.details[0]
         assert world.training.weights is not None
         assert world.training.weights.version == 0
 

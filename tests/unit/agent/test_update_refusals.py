@@ -97,13 +97,17 @@ def test_a_symbolic_link_is_refused_wherever_it_is_on_the_way(tmp_path: Path, na
     play(tmp_path, story)
 
 
-def test_a_folder_that_is_another_version_already_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_was_rewritten_since_it_was_loaded_is_refused_and_unchanged_it_is_not(tmp_path: Path) -> None:
     async def story(world: World) -> None:
-        world.change_training(weights={"phase": "Committed", "version": 3, "path": str(world.volume / "w1")})
-        error = await refused_update(world, wanted(world, version=4))
+        await world.updater.update(wanted(world))
+        assert (await world.updater.update(wanted(world))).version == 2, "the same once more, as after an onload"
+        shutil.rmtree(world.volume / "w1")
+        write_checkpoint(world.volume / "w1", [2, 3])
+        error = await refused_update(world, wanted(world))
         assert error.code == "MutablePath"
-        assert "holds version 3" in error.message
-        assert world.untouched
+        assert "changed since it was first read" in error.message
+        assert world.training.weights is not None
+        assert world.training.weights.version == 2
 
     play(tmp_path, story)
 

@@ -186,7 +186,7 @@ def test_a_folder_that_is_rewritten_while_it_is_read_is_refused(
         return found
 
     monkeypatch.setattr(making, "tensors_in", rewritten)
-    with pytest.raises(CheckpointError, match="changed while it was read"):
+    with pytest.raises(CheckpointError, match="changed since it was first read"):
         pod.copies.bring_to(path)
     assert pod.folders == []
 
