@@ -328,7 +328,7 @@ class Fleet:
         assert result.committed
         await self.until(lambda: self.server["status"]["training"]["weights"]["path"] == path, "the commit is seen")
         part = {verdict.uid for verdict in result.engines if verdict.outcome == "Committed"}
-        urls = {record["url"] for record in self.records if record["podUid"] in part}
+        urls = {record["url"] for record in self.records if record.get("podUid") in part}
         assert {self.loaded(url) for url in urls} <= {path, ""}
         # One that missed a look as the update began took no part in it; the operator takes it out of the routers next.
         await self.until(lambda: self.listed_weights() <= {path}, "only the new weights are listed")

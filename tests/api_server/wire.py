@@ -4,7 +4,8 @@ here the process dies at a given call, and here calls are broken as networks and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import aiohttp
@@ -12,6 +13,7 @@ import httpx
 from yarl import URL
 
 from rolloutfleet.engine.http import Answer, Send
+from rolloutfleet.kube import http as kube_http
 from rolloutfleet.kube.client import KubeApi
 from rolloutfleet.kube.config import Credentials
 
@@ -70,7 +72,7 @@ class Network(httpx.AsyncBaseTransport):
         self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
 
     def api(self, wires: Wires | None = None) -> KubeApi:
-        return KubeApi(self.credentials, transport=self.through(wires or Wires()))
+        return KubeApi(self.credentials, wire=_ToApiServer(self.through(wires or Wires()), self.credentials))
 
     def through(self, wires: Wires) -> httpx.AsyncBaseTransport:
         return _Transport(wires, self)
@@ -95,8 +97,6 @@ class Network(httpx.AsyncBaseTransport):
         return send
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        if "watch" in request.url.params:
-            await _for_ever()  # the hub tells
         limits = request.extensions["timeout"]
         try:
             async with self._session.request(
@@ -126,6 +126,34 @@ class _Transport(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         return await self._wires.pass_on(request, self._network)
+
+
+class _ToApiServer(kube_http.Wire):
+    def __init__(self, transport: httpx.AsyncBaseTransport, credentials: Credentials) -> None:
+        super().__init__(tls=credentials.tls, max_connections=1)
+        self._transport = transport
+
+    async def ask(
+        self, method: str, url: str, *, headers: Mapping[str, str], body: bytes | None, seconds: float
+    ) -> kube_http.Answer:
+        limits = {"connect": kube_http.CONNECT_SECONDS, "read": seconds}
+        request = httpx.Request(method, url, headers=headers, content=body, extensions={"timeout": limits})
+        try:
+            response = await self._transport.handle_async_request(request)
+            content = await response.aread()
+        except httpx.ConnectError as error:
+            raise kube_http.NotSent(str(error)) from error
+        except httpx.HTTPError as error:
+            raise kube_http.Unanswered(str(error)) from error
+        return kube_http.Answer(response.status_code, content, response.headers.get("Retry-After", ""))
+
+    @asynccontextmanager
+    async def follow(
+        self, url: str, *, headers: Mapping[str, str], seconds: float
+    ) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
+        await _for_ever()  # the hub tells
+        raise AssertionError("unreachable")
+        yield
 
 
 async def _for_ever() -> None:

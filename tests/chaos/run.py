@@ -168,7 +168,7 @@ def expectation(weights: Path, options: Options) -> Expected:
         return by_digest
     references = {line["reference"]: line["groups"] for line in results(weights) if "reference" in line}
     known = {
-        (version % 2, str(group["prompt"])): group["samples"][0]["tokens"]
+        (version % 2, str(group["prompt"])): group["samples"][0]["response_tokens"]
         for version, groups in references.items()
         for group in groups
     }

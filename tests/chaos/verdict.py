@@ -46,7 +46,7 @@ def wrong_weights(lines: Iterable[Line], expected: Expected) -> list[str]:
     for line in lines:
         for group in line.get("groups", ()):
             for sample in group["samples"]:
-                tokens, end = sample["tokens"], 0
+                tokens, end = sample["response_tokens"], 0
                 for span in sample["weight_versions"]:
                     before, made = tokens[: span["start"]], tokens[span["start"] : span["end"]]
                     right = expected(span["version"], group["prompt"], before, len(made))

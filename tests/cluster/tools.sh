@@ -2,11 +2,15 @@
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 PACKAGES="containerd runc containernetworking-plugins iptables conntrack iproute2 debootstrap buildah gcc libc6-dev
-  openssl procps python3 python3-venv ca-certificates libibverbs1 libnuma1 liburing2 librdmacm1 libcurl4"
+  openssl procps python3 python3-venv ca-certificates postgresql-15
+  libibverbs1 libnuma1 liburing2 librdmacm1 libcurl4"
 missing=$(for package in $PACKAGES; do dpkg -s "$package" >/dev/null 2>&1 || echo "$package"; done)
 if [ -n "$missing" ]; then
   say "installing Debian packages:" $missing
   apt-get update -qq
+  # PostgreSQL's binaries are wanted, for tests; not the server that Debian would set up and start.
+  mkdir -p /etc/postgresql-common/createcluster.d
+  echo 'create_main_cluster = false' >/etc/postgresql-common/createcluster.d/rolloutfleet.conf
   # shellcheck disable=SC2086
   DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing >/dev/null
 fi

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e.support import Kubectl, KubectlError, eventually
+from rolloutfleet.api.server_group import EngineStatus
 from rolloutfleet.api.weight_labels import fleet_id, weight_label
 
 SHARED = "/var/lib/rolloutfleet-cluster/shared"
@@ -188,8 +189,9 @@ class Trainer:
 
 
 def engines(kubectl: Kubectl, group: str) -> list[dict[str, Any]]:
+    """What status says of each, with what it leaves out since it is empty."""
     found: list[dict[str, Any]] = kubectl.json("get", "sgrp", group).get("status", {}).get("engines", [])
-    return found
+    return [EngineStatus.model_validate(engine).dump() for engine in found]
 
 
 def ready(kubectl: Kubectl, server: str) -> dict[str, Any]:

@@ -103,8 +103,8 @@ def test_the_waiting_trainer_connects_and_samples_carry_log_probs_and_versions(t
     assert [group["prompt"] for group in groups] == PROMPTS
     for sample in (sample for group in groups for sample in group["samples"]):
         assert sample["status"] == "truncated"
-        assert len(sample["tokens"]) == len(sample["log_probs"]) == 8
-        assert all(log_prob <= 0 for log_prob in sample["log_probs"])
+        assert len(sample["response_tokens"]) == len(sample["rollout_log_probs"]) == 8
+        assert all(log_prob <= 0 for log_prob in sample["rollout_log_probs"])
         assert sample["weight_versions"] == [{"version": 0, "start": 0, "end": 8}]
 
 
@@ -141,9 +141,9 @@ def test_an_update_reaches_every_engine_and_samples_equal_those_of_a_fresh_engin
     space("wait", "pod/other", "--for=condition=Ready", "--timeout=60s")
     reference = Trainer(space, "other")
     reference("fleet.wait_ready(timeout=60)")
-    expected = [group["samples"][0]["tokens"] for group in reference(GREEDY)]
-    assert [group["samples"][0]["tokens"] for group in after] == expected
-    assert [group["samples"][0]["tokens"] for group in before] != expected
+    expected = [group["samples"][0]["response_tokens"] for group in reference(GREEDY)]
+    assert [group["samples"][0]["response_tokens"] for group in after] == expected
+    assert [group["samples"][0]["response_tokens"] for group in before] != expected
     with pytest.raises(TrainerError, match="updateWeights"):
         reference("fleet.update_weights('/weights/m1')")
     space("delete", "ros", "fresh")

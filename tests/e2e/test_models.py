@@ -80,7 +80,7 @@ def actor(*, replicas: int | None = None, **group: Any) -> dict[str, Any]:
 
 
 def tokens(trainer: Trainer) -> list[list[int]]:
-    return [group["samples"][0]["tokens"] for group in trainer(GREEDY)]
+    return [group["samples"][0]["response_tokens"] for group in trainer(GREEDY)]
 
 
 def student(space: Kubectl) -> Trainer:

@@ -97,7 +97,7 @@ def expected(space: Kubectl) -> list[list[int]]:
 def tokens(trainer: Trainer) -> list[list[int]]:
     groups = trainer(GREEDY)
     assert all(group["samples"][0]["status"] == "truncated" for group in groups), groups
-    return [group["samples"][0]["tokens"] for group in groups]
+    return [group["samples"][0]["response_tokens"] for group in groups]
 
 
 def pods(kubectl: Kubectl, group: str) -> dict[str, dict[str, Any]]:

@@ -97,7 +97,7 @@ def test_no_answer_of_another_fleets_engine_becomes_a_sample(kubectl: Kubectl, s
         assert answered() > before, "the other fleet's engine was asked as well"
         assert len(taken) == 32
         assert {sample["status"] for sample in taken} == {"truncated"}
-        assert {token for sample in taken for token in sample["tokens"]} == {OURS}
+        assert {token for sample in taken for token in sample["response_tokens"]} == {OURS}
         assert max(sample["attempts"] for sample in taken) > 1
 
         # Nobody else answers any more.
@@ -105,7 +105,7 @@ def test_no_answer_of_another_fleets_engine_becomes_a_sample(kubectl: Kubectl, s
         before = answered()
         lost = samples(trainer, "[[1, 2]], n=4, timeout=15")
         assert answered() > before
-        assert [(sample["status"], sample["tokens"]) for sample in lost] == [("aborted", [])] * 4
+        assert [(sample["status"], sample["response_tokens"]) for sample in lost] == [("aborted", [])] * 4
     finally:
         system("scale", "deploy/rolloutfleet-operator", "--replicas=1")
 
@@ -117,6 +117,7 @@ def test_no_answer_of_another_fleets_engine_becomes_a_sample(kubectl: Kubectl, s
         accept=lambda seen: stranger["url"] not in seen[0] and bool(seen[0]) and seen[0] == seen[1],
     )
     await_routable(space, "ours", 1, seconds=60)
-    assert {token for sample in samples(trainer, "[[1, 2]], n=4, timeout=60") for token in sample["tokens"]} == {OURS}
+    taken = samples(trainer, "[[1, 2]], n=4, timeout=60")
+    assert {token for sample in taken for token in sample["response_tokens"]} == {OURS}
     assert engines(space, "theirs-main")[0]["pod"] == stranger["pod"]
     assert label_of(space, stranger["pod"]) == label_for(space, "theirs", 0)

@@ -95,12 +95,12 @@ def train_step(
 
     All responses have one length here, so tensors are [samples, tokens] without padding.
     """
-    scores = torch.tensor([[reward(sample.tokens) for sample in group.samples] for group in groups])
+    scores = torch.tensor([[reward(sample.response_tokens) for sample in group.samples] for group in groups])
     advantages = (scores - scores.mean(dim=1, keepdim=True)) / (scores.std(dim=1, keepdim=True) + EPSILON)
     advantages = advantages.reshape(-1, 1)
     prompt_length = len(groups[0].prompt)
-    ids = torch.tensor([group.prompt + sample.tokens for group in groups for sample in group.samples])
-    old = torch.tensor([sample.log_probs for group in groups for sample in group.samples])
+    ids = torch.tensor([sample.tokens for group in groups for sample in group.samples])
+    old = torch.tensor([sample.rollout_log_probs for group in groups for sample in group.samples])
 
     logits = model(ids).logits[:, prompt_length - 1 : -1]
     targets = ids[:, prompt_length:]

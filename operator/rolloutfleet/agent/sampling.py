@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 import uuid
 from collections.abc import Callable
@@ -17,7 +16,8 @@ from typing import Any
 
 from rolloutfleet.agent.errors import unavailable
 from rolloutfleet.agent.membership import Fleet
-from rolloutfleet.api.agent import Generate, Generated, Sample, SampleGroup, VersionSpan
+from rolloutfleet.api.agent import Generate, Generated
+from rolloutfleet.api.samples import PrefixCacheInfo, Sample, SampleGroup, SampleStatus, SpecInfo, Timings, VersionSpan
 from rolloutfleet.api.weight_labels import parse_label
 from rolloutfleet.engine.errors import EngineError, EngineRefused
 from rolloutfleet.engine.router import RouterClient
@@ -29,6 +29,8 @@ FIRST_PAUSE_SECONDS = 0.1
 LAST_PAUSE_SECONDS = 5.0
 BAD_REQUEST = frozenset({400, 404, 405, 413, 422})
 """The request itself is wrong: the next engine would refuse it too, or die of it."""
+STATUSES = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}
+"""By SGLang's finish reason."""
 
 
 class Sampler:
@@ -49,9 +51,13 @@ class Sampler:
             raise unavailable("NoRouter", f"RolloutServer {server.name} has no router yet")
         router = self._router(server.status.router.url)
         deadline = started + request.timeout_seconds
+        prompts = [Sample(group_index=number, prompt_tokens=prompt) for number, prompt in enumerate(request.prompts)]
         tasks = [
-            [asyncio.ensure_future(self._sample(router, prompt, request, deadline)) for _ in range(request.n)]
-            for prompt in request.prompts
+            [
+                asyncio.ensure_future(self._sample(router, prompt.changed(index=index), request, deadline))
+                for index in range(request.n)
+            ]
+            for prompt in prompts
         ]
         try:
             groups = [
@@ -64,13 +70,18 @@ class Sampler:
                     task.cancel()  # a client that hung up: closing the connection makes the engine abort
         return Generated(groups=groups, seconds=round(time.monotonic() - started, 4))
 
-    async def _sample(self, router: RouterClient, prompt: list[int], request: Generate, deadline: float) -> Sample:
+    async def _sample(self, router: RouterClient, empty: Sample, request: Generate, deadline: float) -> Sample:
         started, attempts, pause, error = time.monotonic(), 0, FIRST_PAUSE_SECONDS, "no attempt was made"
+
+        def ended(status: SampleStatus, why: str) -> Sample:
+            spent = round(time.monotonic() - started, 4)
+            return empty.changed(status=status, error=why, attempts=attempts, seconds=spent)
+
         while (left := deadline - time.monotonic()) > 0:
             payload = {
                 # Fresh and of one length: SGLang aborts by prefix, and refuses an id that still runs.
                 "rid": uuid.uuid4().hex,
-                "input_ids": prompt,
+                "input_ids": empty.prompt_tokens,
                 "sampling_params": request.sampling_params.model_dump(exclude_none=True, exclude_defaults=True)
                 | {"max_new_tokens": request.sampling_params.max_new_tokens},
                 "return_logprob": True,
@@ -85,10 +96,11 @@ class Sampler:
                     answer = await router.generate(payload, seconds=left)
                 finally:
                     await self._free_slot()
-                sample = sample_of(answer, fleet=self._fleet.id, attempts=attempts, seconds=time.monotonic() - started)
+                spent = round(time.monotonic() - started, 4)
+                sample = sample_of(answer, empty.changed(attempts=attempts, seconds=spent), fleet=self._fleet.id)
             except EngineRefused as refused:
                 if refused.status in BAD_REQUEST:
-                    return _without_tokens("failed", str(refused), attempts, started)
+                    return ended(SampleStatus.FAILED, str(refused))
                 error = str(refused)
             except NotOurs as stranger:
                 error = str(stranger)
@@ -101,7 +113,7 @@ class Sampler:
                 error = sample.error or "sampled by weights that were never committed"
             await asyncio.sleep(min(pause, max(deadline - time.monotonic(), 0)))
             pause = min(pause * 2, LAST_PAUSE_SECONDS)
-        return _without_tokens("aborted", f"not finished in {request.timeout_seconds:g} s: {error}", attempts, started)
+        return ended(SampleStatus.ABORTED, f"not finished in {request.timeout_seconds:g} s: {error}")
 
     def _count(self, stranger: NotOurs) -> None:
         """Told ever more rarely: a router that cannot be reached may send us strangers for hours."""
@@ -134,26 +146,24 @@ class NotOurs(ValueError):
     """The answer is not signed with a version of this fleet's weights."""
 
 
-def sample_of(answer: dict[str, Any], *, fleet: str, attempts: int, seconds: float) -> Sample:
-    """From SGLang's answer to /generate. Raises NotOurs, or another ValueError when it is no usable answer at all."""
+def sample_of(answer: dict[str, Any], asked: Sample, *, fleet: str) -> Sample:
+    """`asked` with what SGLang answered to its prompt. Raises NotOurs, or another ValueError when that is no usable
+    answer at all."""
     try:
-        return _sample_of(answer, fleet=fleet, attempts=attempts, seconds=seconds)
+        return _sample_of(answer, asked, fleet)
     except (TypeError, AttributeError, KeyError, IndexError) as error:
         raise ValueError(f"not an answer of SGLang: {type(error).__name__} {error}") from error
 
 
-def _sample_of(answer: dict[str, Any], *, fleet: str, attempts: int, seconds: float) -> Sample:
+def _sample_of(answer: dict[str, Any], asked: Sample, fleet: str) -> Sample:
     meta = answer.get("meta_info") or {}
     entries = meta.get("output_token_logprobs") or []
     tokens = [int(entry[1]) for entry in entries]
-    log_probs = [float(entry[0]) for entry in entries]
-    if not all(map(math.isfinite, log_probs)):
-        raise ValueError("a log probability is not finite")
     if not tokens and meta.get("completion_tokens"):
         raise ValueError(f"{meta['completion_tokens']} tokens without log probabilities")
     finish = meta.get("finish_reason") or {}
     kind = finish.get("type")
-    status = {"stop": "completed", "length": "truncated", "abort": "aborted"}.get(str(kind))
+    status = STATUSES.get(str(kind))
     if status is None:
         raise ValueError(f"unknown finish reason {kind!r}")
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": len(tokens)}]
@@ -164,28 +174,20 @@ def _sample_of(answer: dict[str, Any], *, fleet: str, attempts: int, seconds: fl
             said = span.get("version")
             raise NotOurs(f"not ours: answered by an engine whose weight version is {said!r}, not one of @{fleet}")
         versions.append(VersionSpan(version=label.version, start=int(span["start"]), end=int(span["end"])))
-    return Sample.model_validate(
-        {
-            "tokens": tokens,
-            "log_probs": log_probs,
-            "status": status,
-            "weight_versions": versions,
-            "error": str(finish.get("message") or "") if status == "aborted" else "",
-            "attempts": attempts,
-            "seconds": round(seconds, 4),
-        }
-    )
-
-
-def _without_tokens(status: str, error: str, attempts: int, started: float) -> Sample:
-    return Sample.model_validate(
-        {
-            "tokens": [],
-            "log_probs": [],
-            "status": status,
-            "weight_versions": [],
-            "error": error,
-            "attempts": attempts,
-            "seconds": round(time.monotonic() - started, 4),
-        }
+    return asked.changed(
+        response_tokens=tokens,
+        response=answer.get("text") or "",
+        rollout_log_probs=[float(entry[0]) for entry in entries],
+        loss_mask=None,
+        weight_versions=versions,
+        status=status,
+        error=str(finish.get("message") or "") if status is SampleStatus.ABORTED else "",
+        timings=Timings(generation=meta.get("e2e_latency") or 0.0, queue=meta.get("queue_time") or 0.0),
+        spec_info=SpecInfo(
+            **{name: meta.get(name) or 0 for name in SpecInfo.model_fields if name != "completion_token_num"},
+            completion_token_num=meta.get("completion_tokens") or 0,
+        ),
+        prefix_cache_info=PrefixCacheInfo(
+            cached_tokens=meta.get("cached_tokens") or 0, total_prompt_tokens=meta.get("prompt_tokens") or 0
+        ),
     )

@@ -144,7 +144,7 @@ class Transaction:
                 return
             await engine.pause(MODES[mode], seconds=seconds)
             if mode == "Retract":
-                await engine.flush_cache()
+                await _flushed_beside_waiting(engine, seconds)
             elif mode == "Abort":
                 await engine.flush_cache(wait_seconds=int(seconds))
 
@@ -372,6 +372,16 @@ def participant_of(group: ServerGroup, engine: EngineStatus) -> Participant:
         ranks=shape.tensor_parallel if shape is not None else 1,
         pipeline_stages=shape.pipeline_parallel if shape is not None else 1,
     )
+
+
+async def _flushed_beside_waiting(engine: EngineClient, seconds: float) -> None:
+    """Paused by retraction. SGLang 0.5.16 does not flush while requests wait, later ones do: there they are aborted,
+    and their senders generate them again."""
+    try:
+        await engine.flush_cache()
+    except EngineRefused:
+        await engine.abort_all()
+        await engine.flush_cache(wait_seconds=int(seconds))
 
 
 def participants_in(fleet: Fleet) -> list[Participant]:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rolloutfleet.api.rollout_server import EngineVerdict
+from rolloutfleet.api.samples import SampleGroup
 
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 TokenIds = list[Annotated[int, Field(ge=0)]]
@@ -308,32 +309,6 @@ class Generate(Wire):
     """Samples a prompt."""
     sampling_params: SamplingParams = SamplingParams()
     timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 600.0
-
-
-class VersionSpan(Told):
-    """Response tokens [start, end) were sampled by this weight version."""
-
-    version: int
-    start: int
-    end: int
-
-
-class Sample(Told):
-    tokens: list[int]
-    """Response tokens."""
-    log_probs: list[float]
-    """Natural logarithm of each response token's probability under the version that sampled it."""
-    status: Literal["completed", "truncated", "aborted", "failed"]
-    """truncated: max_new_tokens reached. aborted: not finished in time. failed: the engine refused it."""
-    weight_versions: list[VersionSpan]
-    error: str = ""
-    attempts: int
-    seconds: float
-
-
-class SampleGroup(Told):
-    prompt: list[int]
-    samples: list[Sample]
 
 
 class Generated(Told):

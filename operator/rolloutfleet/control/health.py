@@ -20,7 +20,7 @@ from rolloutfleet.engine.sglang import EncoderClient, EngineClient
 
 logger = logging.getLogger(__name__)
 
-TICK_SECONDS = 0.5
+TICK_SECONDS = 1.0
 CONCURRENCY = 256
 
 ASKED_WHILE = frozenset({"NotAnswering", "MassFailure", "NotRegistered"})

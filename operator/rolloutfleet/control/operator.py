@@ -1,7 +1,7 @@
 """The operator process: watches, lists and leadership, with kopf as the process shell. What acts is a Term.
 
-kopf delivers watch events (but those of pods: watches.py), answers liveness and handles signals. It reconciles nothing
-and writes nothing: its handlers only feed the store and enqueue the fleet's key.
+kopf delivers what others write (RolloutServers, nodes), answers liveness and handles signals. It reconciles nothing and
+writes nothing: its handlers only feed the store and enqueue the fleet's key. What we make is followed by watches.py.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ class Watched:
     selector: str | None
 
 
-PODS = Watched(kube.POD, LABEL_COMPONENT)
-WATCHED = (
-    Watched(kube.ROLLOUT_SERVER, None),
+OF_OTHERS = (Watched(kube.ROLLOUT_SERVER, None), Watched(kube.NODE, None))
+"""Followed by kopf."""
+MADE_BY_US = (
     Watched(kube.SERVER_GROUP, OURS),
-    PODS,
+    Watched(kube.POD, LABEL_COMPONENT),
     Watched(kube.DEPLOYMENT, OURS),
     Watched(kube.SERVICE, OURS),
     Watched(kube.ROLE, OURS),
     Watched(kube.ROLE_BINDING, OURS),
     Watched(kube.LEASE, OURS),
     Watched(kube.DISRUPTION_BUDGET, OURS),
-    Watched(kube.NODE, None),
 )
+WATCHED = OF_OTHERS + MADE_BY_US
 
 
 def now() -> datetime:
@@ -104,15 +104,6 @@ class Operator:
             ),
         )
         self._trainers = TrainerPods(api=api, store=self.store)
-        self._pods = Watch(
-            api=api,
-            resource=PODS.resource,
-            namespace=namespace,
-            selector=PODS.selector,
-            keep=partial(trimmed, PODS.resource.kind),
-            listed=self._pods_listed,
-            saw=lambda kind_of_event, body: self.saw(PODS.resource.kind, kind_of_event, body),
-        )
         self._tasks: list[asyncio.Task[None]] = []
         self._listed_at = time.monotonic()
         self._watches = {watched.resource.kind: WatchHealth() for watched in WATCHED}
@@ -120,10 +111,25 @@ class Operator:
     async def start(self) -> None:
         self._tasks = [
             asyncio.create_task(self._leadership.run(self._lead), name="leadership"),
-            asyncio.create_task(self._pods.run(), name="watch of pods"),
+            *(
+                asyncio.create_task(self._watch(made).run(), name=f"watch of {made.resource.plural}")
+                for made in MADE_BY_US
+            ),
             asyncio.create_task(self._resync_for_ever(), name="resync"),
             *(asyncio.create_task(awaited(service), name="service") for service in self._services),
         ]
+
+    def _watch(self, made: Watched) -> Watch:
+        kind = made.resource.kind
+        return Watch(
+            api=self._api,
+            resource=made.resource,
+            namespace=self._namespace,
+            selector=made.selector,
+            keep=partial(trimmed, kind),
+            listed=self._pods_listed if made.resource is kube.POD else partial(self._took, kind),
+            saw=partial(self.saw, kind),
+        )
 
     async def stop(self) -> None:
         """When this returns nothing acts any more, and the next leader may have begun."""
@@ -216,7 +222,7 @@ class Operator:
 
     def _pods_listed(self, listed: kube.Listed) -> None:
         self._trainers.listed(pod for pod in listed.items if component_of(pod) == COMPONENT_TRAINER)
-        self._took(PODS.resource.kind, listed)
+        self._took(kube.POD.kind, listed)
 
     async def _resync(self) -> None:
         """Lists replace what is held: the only way to learn of a deletion that no watch told."""
@@ -291,14 +297,12 @@ def registry_for(operator: Operator) -> kopf.OperatorRegistry:
     def probe(**_: Any) -> dict[str, float]:
         return operator.healthy()
 
-    for watched in WATCHED:
-        if watched is PODS:
-            continue
-        _watch(registry, operator, watched.resource)
+    for watched in OF_OTHERS:
+        _follow(registry, operator, watched.resource)
     return registry
 
 
-def _watch(registry: kopf.OperatorRegistry, operator: Operator, resource: kube.Resource) -> None:
+def _follow(registry: kopf.OperatorRegistry, operator: Operator, resource: kube.Resource) -> None:
     @kopf.on.event(resource.group, resource.version, resource.plural, registry=registry)
     async def on_event(type: str | None, body: kopf.Body, **_: Any) -> None:
         operator.saw(resource.kind, type, dict(body))
@@ -308,9 +312,6 @@ def configure(settings: kopf.OperatorSettings) -> None:
     settings.peering.standalone = True
     settings.scanning.disabled = True
     settings.posting.enabled = False
-    for watched in WATCHED:
-        if watched.selector is not None:
-            settings.watching.label_selectors[watched.resource.plural] = watched.selector
     settings.watching.chunk_size = 500
     settings.watching.server_timeout = 300
     settings.watching.client_timeout = 330

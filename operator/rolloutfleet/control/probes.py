@@ -29,7 +29,7 @@ STARTING_SECONDS = 1.0
 SETTLED_SECONDS = 3.0
 LOAD_SECONDS = 15.0
 """How old the figures of requests may be: they decide only which engine is scaled away first."""
-LOOKS_PER_SECOND = 100
+LOOKS_PER_SECOND = 50
 """Where there are more targets than can be looked at in these intervals, the intervals grow: a process that is busy
 with looking is late for what has happened."""
 CONCURRENCY = 64

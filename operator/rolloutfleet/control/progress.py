@@ -1,7 +1,8 @@
 """Status changes that are only progress wait a moment: what the next second will have outdated is not worth a write.
 
 An engine on its normal way changes its phase five times in as many moments, and a fleet has many. What anything rests
-on is written at once: lives and their ends, checksums, whether the fleet serves, whether something is wrong.
+on is written at once: lives and their ends, checksums, whether the fleet serves, whether something is wrong. That a
+life has its pods can wait: until it is written, one that vanishes is made again under its name, as if it had not been.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from typing import Any
 from rolloutfleet.plan.actions import Action, ApplyStatus, Emit, Requeue
 
 PROGRESS_SECONDS = 2.0
+CROWD = 8
+MOST_PATIENCE = 5.0
+"""Times as long."""
 
 _COMPUTED = frozenset(
     {"replicas", "ready", "selector", "weightVersion", "observedGeneration", "groups", "router", "weights"}
 )
 """Of a status: derived anew with each plan, and told for people alone."""
 _NOT_OURS = "training"
-_ENGINE_COMPUTED = frozenset({"phase", "reason", "message", "url", "started"})
+_ENGINE_COMPUTED = frozenset({"phase", "reason", "message", "url", "started", "servingSince"})
 """Not the weight version: an update is made of those engines that status says to have the fleet's weights, and routers
 are told of an engine only after that."""
 _TELLING = ("Ready", "Degraded")
@@ -28,16 +32,21 @@ _TELLING = ("Ready", "Degraded")
 class Progress:
     """Since when status changes have waited, by kind and name of the object."""
 
-    def __init__(self, seconds: float = PROGRESS_SECONDS) -> None:
-        self._seconds = seconds
+    def __init__(self) -> None:
         self._since: dict[tuple[str, str], float] = {}
 
     def held_back(
-        self, actions: Sequence[Action], held: Mapping[tuple[str, str], Mapping[str, Any]], now: float
+        self,
+        actions: Sequence[Action],
+        held: Mapping[tuple[str, str], Mapping[str, Any]],
+        now: float,
+        *,
+        seconds: float = PROGRESS_SECONDS,
     ) -> list[Action]:
         """The actions without statuses that can wait, and without the events about what those would have told.
 
-        `held`: the statuses as they are, by kind and name. `now`: seconds of any clock that runs evenly.
+        `held`: the statuses as they are, by kind and name. `now`: seconds of any clock that runs evenly. `seconds`: how
+        long what is only progress waits.
         """
         waiting: set[tuple[str, str]] = set()
         kept: list[Action] = []
@@ -45,7 +54,7 @@ class Progress:
             match action:
                 case ApplyStatus(kind=kind, name=name, status=status):
                     place = (kind, name)
-                    rest = self._rest(place, held.get(place, {}), status, now)
+                    rest = self._rest(place, only_progress(held.get(place, {}), status), now, seconds)
                     if rest > 0:
                         waiting.add(place)
                         kept.append(Requeue(seconds=rest))
@@ -55,22 +64,41 @@ class Progress:
             kept.append(action)
         return kept
 
-    def _rest(self, place: tuple[str, str], before: Mapping[str, Any], after: Mapping[str, Any], now: float) -> float:
+    def _rest(self, place: tuple[str, str], progress: bool, now: float, seconds: float) -> float:
         """Seconds that this status may still wait."""
-        if only_progress(before, after):
-            since = self._since.setdefault(place, now)
-            rest = since + self._seconds - now
+        if progress:
+            rest = self._since.setdefault(place, now) + seconds - now
             if rest > 0:
                 return rest
         self._since.pop(place, None)
         return 0.0
 
 
+def patience(seconds: float, *, waiting: int) -> float:
+    """How long progress waits while so many fleets wait for their plans: work goes before words."""
+    return seconds * min(1.0 + waiting / CROWD, MOST_PATIENCE)
+
+
 def only_progress(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
     """Whether a status differs in nothing but steps of a normal way."""
     if _routable(after) < _routable(before):
         return False
-    return _substance(before) == _substance(after)
+    return _substance(before) == _substance(_without_first_pods(before, after))
+
+
+def _without_first_pods(before: Mapping[str, Any], after: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Lives that had no pods before are told as if they had none yet."""
+    engines = after.get("engines")
+    if not isinstance(engines, list):
+        return after
+    bare = {(e["index"], e["epoch"]) for e in before.get("engines") or () if not e.get("podUid")}
+    return {
+        **after,
+        "engines": [
+            {**engine, "pod": "", "podUid": ""} if (engine["index"], engine["epoch"]) in bare else engine
+            for engine in engines
+        ],
+    }
 
 
 def _routable(status: Mapping[str, Any]) -> int:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from rolloutfleet.control.executor import Executor
 from rolloutfleet.control.freshness import NotLeading, Stop
-from rolloutfleet.control.progress import PROGRESS_SECONDS, Progress
+from rolloutfleet.control.progress import PROGRESS_SECONDS, Progress, patience
 from rolloutfleet.control.store import FleetKey, FleetStore
 from rolloutfleet.kube.client import ApiError
 from rolloutfleet.kube.queue import WorkQueue
@@ -52,7 +52,7 @@ class Reconciler:
         progress_seconds: float = PROGRESS_SECONDS,
     ) -> None:
         """`looked_at`: whether the fleet's engines and routers have been asked how they are since this term began.
-        `progress_seconds`: how long a status that only tells of progress waits."""
+        `progress_seconds`: how long a status that only tells of progress waits where nothing else does."""
         self._store = store
         self._executor = executor
         self._queue = queue
@@ -84,8 +84,11 @@ class Reconciler:
         )
 
         # Act
-        actions = self._progress.setdefault(key, Progress(self._progress_seconds)).held_back(
-            actions, self._store.statuses(key), asyncio.get_running_loop().time()
+        actions = self._progress.setdefault(key, Progress()).held_back(
+            actions,
+            self._store.statuses(key),
+            asyncio.get_running_loop().time(),
+            seconds=patience(self._progress_seconds, waiting=self._queue.depth()),
         )
         for kind, run in groupby(actions, key=type):
             try:

@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 GONE_KEPT = timedelta(minutes=10)
 """Far longer than any list, event or answer is under way."""
 
+STATUS_OF_OTHERS = frozenset({"Deployment", "Service", "PodDisruptionBudget"})
+"""Kinds whose status changes several times while pods start."""
+
 
 @dataclass(frozen=True)
 class Registration:
@@ -105,7 +108,7 @@ class FleetStore:
         return FleetKey(metadata["namespace"], server) if server else None
 
     def upsert(self, kind: str, body: Mapping[str, Any]) -> FleetKey | None:
-        """Take a newer version of an object; the key of its fleet if anything changed."""
+        """Take a newer version of an object; the key of its fleet if anything changed that plans read."""
         key = self.key_of(kind, body)
         if key is None or body["metadata"]["uid"] in self._gone:
             return None
@@ -114,14 +117,14 @@ class FleetStore:
         held = objects.get(name)
         if not _is_newer(body, held):
             return None  # our own write was answered before the watch told about it
-        objects[name] = trimmed(kind, body)
+        kept = objects[name] = trimmed(kind, body)
         if kind == "Lease":
             return self._renewed(key, held, body)
         if kind == "Pod":
             self.targets.saw_pod(key, body, held)
         elif kind == "RolloutServer":
             self._targets_gone(self.targets.saw_server(key, body))
-        return key
+        return None if held is not None and _read(kind, held) == _read(kind, kept) else key
 
     def is_news(self, kind: str, body: Mapping[str, Any]) -> bool:
         """Whether upsert would take it."""
@@ -336,15 +339,30 @@ def _version(body: Mapping[str, Any]) -> int:
 
 
 def trimmed(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Without managedFields, which are often half of an object, and without most of what a pod was made from: neither
-    decides anything here, and there are thousands of pods."""
+    """Without managedFields, which are often half of an object, without most of what a pod was made from, and without
+    statuses that built-in controllers keep for themselves: none of it decides anything here, and there are thousands
+    of pods."""
     kept = dict(body)
     kept["metadata"] = {name: value for name, value in body["metadata"].items() if name != "managedFields"}
     if kind == "Pod":
         spec = body.get("spec") or {}
         sidecars = [{"name": container["name"]} for container in spec.get("initContainers") or []]
         kept["spec"] = {"nodeName": spec.get("nodeName"), "initContainers": sidecars}
+    if kind in STATUS_OF_OTHERS:
+        kept.pop("status", None)
     return kept
+
+
+def _read(kind: str, kept: Mapping[str, Any]) -> Any:
+    """What plans read of an object: a pod becomes Ready, a Deployment counts replicas, and nothing follows from it."""
+    if kind == "Pod":
+        component = component_of(kept)
+        if component == COMPONENT_ENGINE:
+            return engine_pod(kept)
+        if component == COMPONENT_ROUTER:  # whatever its containers do, its table may be that of a new process
+            return router_pod(kept, None), (kept.get("status") or {}).get("containerStatuses")
+        return None
+    return {**kept, "metadata": {**kept["metadata"], "resourceVersion": ""}}
 
 
 __all__ = ["FleetKey", "FleetStore", "Registration", "component_of", "owned_by", "trimmed"]

@@ -34,7 +34,7 @@ from rolloutfleet.plan.objects import Defaults
 logger = logging.getLogger(__name__)
 
 WORKERS = 8
-BURST_SECONDS = 0.01
+BURST_SECONDS = 0.03
 LIST_AGAIN_SECONDS = 0.5
 
 

@@ -18,7 +18,7 @@ from rolloutfleet.control.store import FleetKey, FleetStore
 
 logger = logging.getLogger(__name__)
 
-TICK_SECONDS = 0.5
+TICK_SECONDS = 1.0
 CONNECT_SECONDS = 2.0
 AGAIN_SECONDS = 5.0
 """Before the next connection to an engine that ended ours and lives on."""

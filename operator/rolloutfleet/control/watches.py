@@ -1,7 +1,7 @@
 """A watch that lists, follows, and lists again when it has lost the thread: what client-go calls a reflector.
 
-For pods alone, of which there are most and each of which changes ten times while it starts: kopf spends 0.7 ms of CPU
-an event (a task, copies and diffs for handlers that we do not have), and does not tell what vanished while it was away.
+For what the operator makes, since each write of ours comes back as an event: kopf spends 0.7 ms of CPU on one (a task,
+copies and diffs for handlers that we do not have), and does not tell what vanished while it was away.
 """
 
 from __future__ import annotations

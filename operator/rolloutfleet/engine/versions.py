@@ -2,8 +2,8 @@
 
 A full version is a checkpoint as SGLang loads it, and the index beside it has a checksum of each tensor. A delta holds
 the changes against another version, its base, in a sibling folder; a full version ends each such chain. The changes
-lie in a file of our own (engine/changes.py) and in none that is called *.safetensors: SGLang would take such a folder
-for a checkpoint, skip names that it does not know, and answer that all is well.
+lie in a file of our own (engine/changes.py) whose name is none that SGLang looks for (*.safetensors, *.bin, *.pt): it
+would take such a folder for a checkpoint, and skip names that it does not know or die of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rolloutfleet.engine.errors import CheckpointError, CheckpointGone
 
 INDEX_FILE = "rolloutfleet-version.json"
-CHANGES_FILE = "changes.bin"
+CHANGES_FILE = "changes.deflate"
 PIECE_BYTES = 1 << 24
 """Tensors are compared and changed in pieces, so that memory is bounded whatever their size. Part of the format."""
 MAX_CHAIN = 1000

@@ -1,4 +1,4 @@
-"""The few verbs of the Kubernetes API that we need, on raw objects, over httpx.
+"""The few verbs of the Kubernetes API that we need, on raw objects.
 
 Raw mappings keep what we do not know, cost nothing to decode, and are what server-side apply wants. Retries have one
 owner: this client repeats a request that the server has certainly not performed (429, 503, refused connection);
@@ -12,9 +12,9 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
-
-import httpx
+from urllib.parse import urlencode
 
 from rolloutfleet.kube.config import Credentials
 from rolloutfleet.kube.errors import (
@@ -29,6 +29,7 @@ from rolloutfleet.kube.errors import (
     Unreachable,
     error_from,
 )
+from rolloutfleet.kube.http import NotSent, Unanswered, Wire
 from rolloutfleet.kube.resources import (
     DEPLOYMENT,
     DISRUPTION_BUDGET,
@@ -52,6 +53,8 @@ Object = dict[str, Any]
 
 REQUEST_SECONDS = 30.0
 WATCH_SECONDS = 300
+SILENCE_SECONDS = 90.0
+"""Of a watch. The server sends a bookmark about every minute: a longer silence is a dead connection."""
 CHUNK = 100
 """Objects a page: parsed, a pod takes 50 KB before it is trimmed."""
 ATTEMPTS = 4
@@ -102,27 +105,22 @@ class KubeApi:
         max_connections: int = 64,
         before_write: Callable[[], None] | None = None,
         observe: Observer = nobody,
-        transport: httpx.AsyncBaseTransport | None = None,
+        wire: Wire | None = None,
     ) -> None:
         """`before_write` is called just before anything but a read is sent, repetitions too; what it raises is raised
-        instead. `transport` replaces the way to the API server, its TLS included."""
+        instead. `wire` replaces the way to the API server."""
         self.credentials = credentials
         self._before_write = before_write
         self._observe = observe
-        self._http = httpx.AsyncClient(
-            base_url=credentials.server,
-            verify=credentials.tls,
-            transport=transport,
-            trust_env=False,
-            timeout=httpx.Timeout(REQUEST_SECONDS, connect=10.0),
-            limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
-        )
+        self._wire = wire or Wire(tls=credentials.tls, max_connections=max_connections)
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._wire.close()
 
-    async def get(self, resource: Resource, name: str, *, namespace: str | None = None) -> Object:
-        return await self._request("get", resource.plural, resource.path(namespace, name))
+    async def get(self, resource: Resource, name: str, *, namespace: str | None = None, cached: bool = False) -> Object:
+        """`cached`: as the API server has it in memory, which may be a moment old and does not ask etcd."""
+        parameters = {"resourceVersion": "0"} if cached else None
+        return await self._request("get", resource.plural, resource.path(namespace, name), parameters=parameters)
 
     async def serves(self, group: str, version: str, plural: str) -> bool:
         """Whether the cluster has such objects at all."""
@@ -171,26 +169,24 @@ class KubeApi:
             "resourceVersion": resource_version,
             "timeoutSeconds": str(seconds),
         }
-        # The server sends a bookmark about every minute: a longer silence is a dead connection.
-        timeout = httpx.Timeout(90.0, connect=10.0)
         path = resource.path(namespace)
         try:
-            async with self._http.stream(
-                "GET", path, params=parameters, headers=self._headers(), timeout=timeout
-            ) as response:
-                if response.status_code != httpx.codes.OK:
-                    text = (await response.aread()).decode(errors="replace")
-                    raise error_from(response.status_code, _parsed(text), text)
-                async for line in response.aiter_lines():
+            async with self._wire.follow(
+                self._url(path, parameters), headers=self._headers(), seconds=SILENCE_SECONDS
+            ) as (status, lines):
+                if status != HTTPStatus.OK:
+                    text = b"\n".join([line async for line in lines]).decode(errors="replace")
+                    raise error_from(status, _parsed(text), text)
+                async for line in lines:
                     event = _parsed(line)
                     if not isinstance(event, dict):
                         raise Unreachable(f"watch {path}: broken off within an event")
                     if event["type"] == "ERROR":
-                        status = event["object"]
-                        raise error_from(int(status.get("code") or 0), status, line)
+                        told = event["object"]
+                        raise error_from(int(told.get("code") or 0), told, line.decode(errors="replace"))
                     yield WatchEvent(type=event["type"], object=event["object"])
-        except httpx.HTTPError as error:
-            raise Unreachable(f"watch {path}: {type(error).__name__} {error}") from error
+        except (NotSent, Unanswered) as error:
+            raise Unreachable(f"watch {path}: {error}") from error
 
     async def create(self, resource: Resource, manifest: Object) -> Object:
         namespace = manifest["metadata"].get("namespace")
@@ -276,41 +272,39 @@ class KubeApi:
     ) -> Object:
         """`resource`: its plural and subresource, for the observer."""
         method = _METHODS[verb]
-        content = json.dumps(body) if body is not None else None
+        url = self._url(path, parameters)
+        content = json.dumps(body).encode() if body is not None else None
         for attempt in range(1, ATTEMPTS + 1):
             headers = self._headers() | ({"Content-Type": content_type} if content is not None else {})
             if method != "GET" and self._before_write is not None:
                 self._before_write()
             began = time.monotonic()
             try:
-                response = await self._http.request(
-                    method,
-                    path,
-                    params=parameters,
-                    content=content,
-                    headers=headers,
-                    timeout=httpx.Timeout(seconds, connect=10.0),
-                )
-            except httpx.ConnectError as error:
+                answer = await self._wire.ask(method, url, headers=headers, body=content, seconds=seconds)
+            except NotSent as error:
                 self._observe(verb, resource, NO_ANSWER, time.monotonic() - began)
                 if attempt == ATTEMPTS:
                     raise Unreachable(f"{method} {path}: {error}") from error
                 await asyncio.sleep(0.2 * 2**attempt)
                 continue
-            except httpx.HTTPError as error:
+            except Unanswered as error:
                 self._observe(verb, resource, NO_ANSWER, time.monotonic() - began)
-                raise Unreachable(f"{method} {path}: {type(error).__name__} {error}") from error
-            self._observe(verb, resource, str(response.status_code), time.monotonic() - began)
-            if response.status_code in _PERFORMED_NOT and attempt < ATTEMPTS:
-                await asyncio.sleep(_pause(response.headers.get("Retry-After"), 0.2 * 2**attempt))
+                raise Unreachable(f"{method} {path}: {error}") from error
+            self._observe(verb, resource, str(answer.status), time.monotonic() - began)
+            if answer.status in _PERFORMED_NOT and attempt < ATTEMPTS:
+                await asyncio.sleep(_pause(answer.retry_after, 0.2 * 2**attempt))
                 continue
-            if response.is_success:
-                answer = _parsed(response.text)
-                if not isinstance(answer, dict):
-                    raise ApiError(f"{method} {path}: not a JSON object: {response.text[:200]}")
-                return answer
-            raise error_from(response.status_code, _parsed(response.text), response.text)
+            found = _parsed(answer.body)
+            if not 200 <= answer.status < 300:
+                raise error_from(answer.status, found, answer.text)
+            if not isinstance(found, dict):
+                raise ApiError(f"{method} {path}: not a JSON object: {answer.text[:200]}")
+            return found
         raise AssertionError("unreachable")
+
+    def _url(self, path: str, parameters: dict[str, str] | None) -> str:
+        query = f"?{urlencode(parameters)}" if parameters else ""
+        return f"{self.credentials.server}{path}{query}"
 
 
 def _with_subresource(resource: Resource, subresource: str | None) -> str:
@@ -321,12 +315,12 @@ def _selectors(label: str | None, field: str | None) -> dict[str, str]:
     return ({"labelSelector": label} if label else {}) | ({"fieldSelector": field} if field else {})
 
 
-def _pause(retry_after: str | None, otherwise: float) -> float:
+def _pause(retry_after: str, otherwise: float) -> float:
     """Seconds; a date, which RFC 9110 allows as well, is not worth reading."""
-    return min(float(retry_after) if retry_after and retry_after.isdigit() else otherwise, 10.0)
+    return min(float(retry_after) if retry_after.isdigit() else otherwise, 10.0)
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except ValueError:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import ssl
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
+TOKEN_SECONDS = 60.0
+"""For which a token that was read serves: the kubelet renews it with a fifth of its hour left."""
 
 
 class NoCluster(RuntimeError):
@@ -21,7 +25,7 @@ class Credentials:
     """Base URL of the API server."""
     tls: ssl.SSLContext
     token: Callable[[], str | None]
-    """Asked for with each request: the kubelet renews a pod's token about every hour."""
+    """Asked for with each request: a pod's token is renewed by its kubelet."""
     namespace: str
 
 
@@ -44,9 +48,21 @@ def _in_cluster() -> Credentials:
     return Credentials(
         server=f"https://{bracketed}:{port}",
         tls=ssl.create_default_context(cafile=str(SERVICE_ACCOUNT / "ca.crt")),
-        token=lambda: (SERVICE_ACCOUNT / "token").read_text().strip(),
+        token=_mounted_token(),
         namespace=(SERVICE_ACCOUNT / "namespace").read_text().strip(),
     )
+
+
+def _mounted_token() -> Callable[[], str]:
+    read_at, held = 0.0, ""
+
+    def token() -> str:
+        nonlocal read_at, held
+        if not held or time.monotonic() - read_at > TOKEN_SECONDS:
+            read_at, held = time.monotonic(), (SERVICE_ACCOUNT / "token").read_text().strip()
+        return held
+
+    return token
 
 
 def _from_kubeconfig(kubeconfig: str | None, context: str | None) -> Credentials:

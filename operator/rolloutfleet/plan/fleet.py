@@ -1,8 +1,8 @@
 """The whole plan of one fleet, top to bottom. Order matters: actions are performed one by one, as listed.
 
-1. Routers forget engines that must not serve. 2. Objects around the engines. 3. Statuses record new epochs. 4. Pods are
-deleted and created. 5. Routers learn engines that may serve. 6. Gates, proofs and catch-ups. 7. The server's status,
-events.
+1. Routers forget engines that must not serve. 2. Groups and routers. 3. Statuses record new epochs. 4. Pods are deleted
+and created. 5. Routers learn engines that may serve. 6. Gates, proofs and catch-ups. 7. The server's status, events.
+8. Objects that no engine waits for.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 
 from rolloutfleet.api.names import INITIAL_WEIGHT_VERSION
 from rolloutfleet.api.schema import Model, Resource
+from rolloutfleet.api.server_group import ServerGroup
 from rolloutfleet.api.weight_labels import parse_label
 from rolloutfleet.plan.actions import (
     Action,
@@ -67,8 +68,10 @@ def plan_fleet(fleet: Fleet, *, defaults: Defaults, applied_versions: Mapping[st
     actions: list[Action] = [action for action in tables if isinstance(action, Deregister)]
 
     objects = wanted_children(fleet.server, defaults, pairs=disaggregated(fleet.server, fleet.groups))
-    objects += disruption_budgets(fleet.server, groups, training)
-    actions += child_actions(fleet, objects, applied_versions)
+    objects += disruption_budgets(fleet.server, _to_be_guarded(groups, fleet, engines), training)
+    children = child_actions(fleet, objects, applied_versions)
+    actions += [action for action in children if not _can_wait(action)]
+    groups_change = _groups_change(fleet, actions)
 
     statuses = [(plan, group_status(plan, training, now)) for plan in plans]
     for plan, status in statuses:
@@ -87,14 +90,28 @@ def plan_fleet(fleet: Fleet, *, defaults: Defaults, applied_versions: Mapping[st
     actions += table_changes(engines)
     actions += pair_checks(engines, fleet.busy, training)
 
-    generation = fleet.server.status.observed_generation if _groups_change(fleet, actions) else fleet.server.generation
+    generation = fleet.server.status.observed_generation if groups_change else fleet.server.generation
     overall = server_status(fleet, statuses, membership, training, now, generation=generation)
     if overall != fleet.server.status.model_copy(update={"training": None}):
         actions.append(_apply_status("RolloutServer", fleet.server, overall))
     for plan, status in statuses:
         actions += group_events(plan.group, status)
     actions += server_events(fleet.server, overall)
+    if not groups_change:  # else engines would wait for these objects: the next plan, which has the groups, makes them
+        actions += [action for action in children if _can_wait(action)]
     return actions + _wake_up(engines, plans, training, now)
+
+
+def _can_wait(action: Action) -> bool:
+    """Objects that no engine needs to start or to serve: the trainer's rights, and what protects from evictions."""
+    return isinstance(action, Apply) and action.manifest["kind"] not in ("ServerGroup", "Deployment", "Service")
+
+
+def _to_be_guarded(groups: Sequence[ServerGroup], fleet: Fleet, engines: Sequence[EngineView]) -> list[ServerGroup]:
+    """Groups with an engine that has served. Before that a budget protects nobody, since what is not ready may be
+    evicted anyway, and its controller would write its status for each pod that is made and each that starts."""
+    served = {view.group for view in engines if any(pod.gate for pod in view.pods)}
+    return [group for group in groups if group.name in served or f"PodDisruptionBudget/{group.name}" in fleet.children]
 
 
 def _groups_change(fleet: Fleet, actions: Sequence[Action]) -> bool:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from rolloutfleet.api.common import EnginePhase
 from rolloutfleet.api.names import engine_name
-from rolloutfleet.api.server_group import EngineStatus, Failure, MeasuredWeights, ServerGroup
+from rolloutfleet.api.server_group import EngineStatus, Failure, MeasuredWeights, ServerGroup, ServerGroupSpec
 from rolloutfleet.api.weight_labels import belongs_elsewhere, fleet_id
 from rolloutfleet.plan.actions import Action, CreatePod, CreatePodGroup, DeleteObject, DeletePod
 from rolloutfleet.plan.changes import drain_until, drained, engines_wanted, free_indexes, surplus, to_replace
@@ -149,8 +149,14 @@ def plan_group(
 
 def _invalid(group: ServerGroup, defaults: Defaults) -> str:
     """Why no pod can be built from the spec; known before an engine is taken down for it."""
-    if group.spec.external is not None:
-        return ""
+    return "" if group.spec.external is not None else _refusal(group.spec.model_dump_json(), defaults)
+
+
+@lru_cache(maxsize=1024)
+def _refusal(spec: str, defaults: Defaults) -> str:
+    """Remembered, since to build a pod takes longer than the rest of a plan for an engine, and specs hardly change."""
+    metadata = {"name": "any", "namespace": "any", "uid": "any"}
+    group = ServerGroup(metadata=metadata, spec=ServerGroupSpec.model_validate_json(spec))
     try:
         engine_pod(group, index=0, epoch=0, defaults=defaults)
     except OverlayError as error:

@@ -21,12 +21,10 @@ from rolloutfleet.api.agent import (
     FleetView,
     Generated,
     MemoryResult,
-    Sample,
-    SampleGroup,
     SamplingParams,
     UpdateResult,
-    VersionSpan,
 )
+from rolloutfleet.api.samples import Sample, SampleGroup, SampleStatus, VersionSpan
 from rolloutfleet.trainer.checkpoints import prune_checkpoints, save_checkpoint
 from rolloutfleet.trainer.client import Fleet, connect
 from rolloutfleet.trainer.deltas import DeltaWriter, SavedVersion
@@ -48,6 +46,7 @@ __all__ = [
     "Refused",
     "Sample",
     "SampleGroup",
+    "SampleStatus",
     "SamplingParams",
     "SavedVersion",
     "UpdateResult",

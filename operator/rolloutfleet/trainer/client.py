@@ -21,12 +21,12 @@ from rolloutfleet.api.agent import (
     MemoryResult,
     MemoryTag,
     PauseMode,
-    SampleGroup,
     SamplingParams,
     UpdateResult,
     UpdateWeights,
 )
 from rolloutfleet.api.names import AGENT_PORT
+from rolloutfleet.api.samples import SampleGroup
 from rolloutfleet.trainer.errors import AgentUnreachable, NotReady, Refused
 from rolloutfleet.trainer.sending import Senders, SendingOptions, send
 from rolloutfleet.trainer.tensors import Tensors

@@ -108,32 +108,36 @@ class Bench:
         operator = await self._start_operator()
         beside = self._beside(operator.pid)
         names = [f"f{index:04}" for index in range(scenario.fleets)]
-        audit, cpu = AuditLog(), cpu_seconds(operator.pid)
+        audit, before = AuditLog(), self._cpu_by_process()
         posted = await self._create(names, scenario)
         await until(lambda: len(self._watcher.whole) == len(names), READY_SECONDS, "every fleet whole")
         beyond = [self._watcher.whole[name] - posted[name] - FAKE_SECONDS for name in names]
         await until(self._watcher.all_ready, 60, "every pod Ready, gates and all")
         await asyncio.sleep(SETTLE_SECONDS)
-        cpu = cpu_seconds(operator.pid) - cpu
+        spent = {name: round(cpu - before[name], 2) for name, cpu in self._cpu_by_process().items()}
         writes = audit.read()
         say(f"  writes of the operator: {dict(writes.operator.most_common())}; reads: {dict(writes.reads)}")
         say(f"  writes of others: {dict(writes.others.most_common(8))}")
         figures: dict[str, Any] = {"apply_to_ready_beyond_fake_s": quantiles(beyond)}
-        say(f"  {figures}; cpu {cpu:.1f} s; {writes.operator.total() / len(names):.1f} writes a fleet")
+        say(f"  {figures}; cpu {spent}; {writes.operator.total() / len(names):.1f} writes a fleet")
         if beside is not None:
             beside.wait()
-        extra = {"idle_writes_per_minute": await self._idle(operator)} if scenario.idle else {}
+        extra = {"idle_writes_per_minute": await self._idle()} if scenario.idle else {}
         replacements = await self._replace(names)
         figures |= {
             "delete_all_s": await self._delete(names),
             "replacement_created_s": quantiles(replacements),
-            "cpu_seconds": round(cpu, 2),
+            "cpu_seconds": spent["operator"],
+            "cpu_seconds_by_process": spent,
             "peak_rss_mib": peak_rss_mib(operator.pid),
             "writes_per_fleet": round(writes.operator.total() / len(names), 2),
         }
         await self._stop(operator)
         say(f"  {json.dumps(figures)}")
         return {scenario.name: figures} | extra
+
+    def _cpu_by_process(self) -> dict[str, float]:
+        return {name: cpu_seconds(pid) for name, pid in {**self._plane.pids, "harness": os.getpid()}.items()}
 
     async def _start_operator(self) -> subprocess.Popen[bytes]:
         environment = {
@@ -187,13 +191,13 @@ class Bench:
                 group.create_task(post(name))
         return posted
 
-    async def _idle(self, operator: subprocess.Popen[bytes]) -> float:
+    async def _idle(self) -> float:
         seconds: float = self._arguments.idle
-        audit, cpu = AuditLog(), cpu_seconds(operator.pid)
+        audit, before = AuditLog(), self._cpu_by_process()
         await asyncio.sleep(seconds)
         writes = audit.read()
-        share = (cpu_seconds(operator.pid) - cpu) / seconds
-        say(f"  idle for {seconds:.0f} s: writes {dict(writes.operator)}, {share:.1%} of a core")
+        shares = {name: f"{(cpu - before[name]) / seconds:.1%}" for name, cpu in self._cpu_by_process().items()}
+        say(f"  idle for {seconds:.0f} s: writes {dict(writes.operator)}; of a core: {shares}")
         return round(writes.operator.total() * 60 / seconds, 1)
 
     async def _replace(self, names: list[str]) -> list[float]:
@@ -246,9 +250,10 @@ async def _answers(http: httpx.AsyncClient, url: str) -> bool:
 async def main(arguments: argparse.Namespace) -> None:
     plane = ControlPlane(arguments.limits)
     try:
-        bench = Bench(arguments, plane, await plane.start())
+        api = await plane.start()
         say(f"control plane up, limits {arguments.limits}")
-        result = await bench.run()
+        result = await Bench(arguments, plane, api).run()
+        await api.close()
     except BaseException:
         for name in ("operator", "apiserver"):
             log = STATE / "logs" / f"{name}.log"
@@ -277,5 +282,8 @@ def parsed() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # PID 1 has no default handlers
+    for asked_to_end in (signal.SIGINT, signal.SIGTERM):
+        # PID 1 has no default handlers, and a shell starts what runs beside it with SIGINT ignored. With us the kernel
+        # ends the whole namespace: nothing is left to be tidied up.
+        signal.signal(asked_to_end, lambda number, _: os._exit(128 + number))
     asyncio.run(main(parsed()))

@@ -32,5 +32,7 @@ cd "$ROOT"
 export PATH=$kwok:$PATH PYTHONPATH=operator:tests OPERATOR_PYTHON=$operator/bin/python
 setpriv --pdeathsig KILL unshare --net --mount --pid --fork --kill-child --mount-proc \
   "$dev/bin/python" -B -m bench.scale "$@" &
-trap 'kill -KILL $! 2>/dev/null' EXIT INT TERM
-wait $!
+bench=$! # unshare itself ignores both signals while it waits
+trap 'kill -KILL $bench 2>/dev/null; exit 130' INT
+trap 'kill -KILL $bench 2>/dev/null; exit 143' TERM
+wait $bench

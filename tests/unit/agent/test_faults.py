@@ -15,6 +15,7 @@ from rolloutfleet.agent.memory import Memory
 from rolloutfleet.agent.sampling import CONCURRENCY_PER_ENGINE, Sampler, sample_of
 from rolloutfleet.agent.server import Role, application
 from rolloutfleet.api.agent import MemoryRequest, UpdateWeights
+from rolloutfleet.api.samples import Sample
 from rolloutfleet.cli.main import main
 from rolloutfleet.engine.checkpoint import INDEX, read_checkpoint
 from rolloutfleet.engine.errors import CheckpointError, EngineRefused, EngineTimeout
@@ -145,7 +146,7 @@ def meta(**changed: Any) -> dict[str, Any]:
 )
 def test_an_answer_that_cannot_be_trained_on_is_no_sample(body: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"not an answer of SGLang|not finite|without log probabilities"):
-        sample_of(body, fleet=FLEET, attempts=1, seconds=0.0)
+        sample_of(body, Sample(), fleet=FLEET)
 
 
 # 6. test_server.py

@@ -8,49 +8,66 @@ import pytest
 from pydantic import ValidationError
 
 from rolloutfleet.agent.sampling import sample_of
-from rolloutfleet.api.agent import Generate, VersionSpan
+from rolloutfleet.api.agent import Generate
+from rolloutfleet.api.samples import PrefixCacheInfo, Sample, SpecInfo, Timings, VersionSpan
 from unit.agent.world import ABORT, FLEET, answer, signed
+
+ASKED = Sample(prompt_tokens=[5, 6])
 
 # Answers
 
 
 @pytest.mark.parametrize(("kind", "status"), [("stop", "completed"), ("length", "truncated"), ("abort", "aborted")])
 def test_the_finish_reason_gives_the_status(kind: str, status: str) -> None:
-    sample = sample_of(answer([1, 2], kind=kind), fleet=FLEET, attempts=3, seconds=1.23456)
-    assert (sample.status, sample.tokens, sample.log_probs) == (status, [1, 2], [-0.5, -1.0])
+    sample = sample_of(answer([1, 2], kind=kind), ASKED.changed(attempts=3, seconds=1.2346), fleet=FLEET)
+    assert (sample.status, sample.response_tokens, sample.rollout_log_probs) == (status, [1, 2], [-0.5, -1.0])
     assert (sample.attempts, sample.seconds, sample.error) == (3, 1.2346, "")
 
 
 def test_why_a_sample_was_aborted_is_told() -> None:
-    assert sample_of(ABORT, fleet=FLEET, attempts=1, seconds=0.0).error == "aborted by a pause"
+    assert sample_of(ABORT, ASKED, fleet=FLEET).error == "aborted by a pause"
 
 
 def test_one_version_covers_the_whole_response() -> None:
-    sample = sample_of(answer([1, 2, 3], version=signed(7)), fleet=FLEET, attempts=1, seconds=0.0)
+    sample = sample_of(answer([1, 2, 3], version=signed(7)), ASKED, fleet=FLEET)
     assert sample.weight_versions == [VersionSpan(version=7, start=0, end=3)]
 
 
 def test_a_response_that_an_update_interrupted_tells_which_tokens_are_whose() -> None:
     spans = [{"version": signed(7), "start": 0, "end": 2}, {"version": signed(8), "start": 2, "end": 3}]
-    sample = sample_of(answer([1, 2, 3], weight_versions=spans), fleet=FLEET, attempts=1, seconds=0.0)
+    sample = sample_of(answer([1, 2, 3], weight_versions=spans), ASKED, fleet=FLEET)
     assert sample.weight_versions == [VersionSpan(version=7, start=0, end=2), VersionSpan(version=8, start=2, end=3)]
 
 
 @pytest.mark.parametrize("version", ["default", None, "", "-1", "1.5"])
 def test_an_engine_without_a_version_of_ours_is_not_believed(version: Any) -> None:
     with pytest.raises(ValueError, match="whose weight version is"):
-        sample_of(answer([1], version=version), fleet=FLEET, attempts=1, seconds=0.0)
+        sample_of(answer([1], version=version), ASKED, fleet=FLEET)
 
 
 @pytest.mark.parametrize("body", [{}, {"meta_info": None}, {"meta_info": {"finish_reason": None}}])
 def test_an_answer_without_a_finish_reason_is_no_sample(body: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="unknown finish reason None"):
-        sample_of(body, fleet=FLEET, attempts=1, seconds=0.0)
+        sample_of(body, ASKED, fleet=FLEET)
 
 
 def test_a_finish_reason_that_is_new_to_us_is_no_sample() -> None:
     with pytest.raises(ValueError, match="unknown finish reason 'tool'"):
-        sample_of(answer([1], kind="tool"), fleet=FLEET, attempts=1, seconds=0.0)
+        sample_of(answer([1], kind="tool"), ASKED, fleet=FLEET)
+
+
+def test_what_engines_count_is_kept() -> None:
+    told = answer([1, 2, 3])
+    told["text"] = "abc"
+    told["meta_info"] |= {"cached_tokens": 4, "prompt_tokens": 6, "completion_tokens": 3, "e2e_latency": 1.5}
+    told["meta_info"] |= {"spec_accept_token_num": 2, "spec_draft_token_num": 5, "spec_verify_ct": 1}
+    sample = sample_of(told, ASKED, fleet=FLEET)
+    assert (sample.prompt_tokens, sample.response, sample.loss_mask) == ([5, 6], "abc", [1, 1, 1])
+    assert sample.prefix_cache_info == PrefixCacheInfo(cached_tokens=4, total_prompt_tokens=6)
+    assert sample.timings == Timings(generation=1.5)
+    assert sample.spec_info == SpecInfo(
+        spec_accept_token_num=2, spec_draft_token_num=5, spec_verify_ct=1, completion_token_num=3
+    )
 
 
 # Parameters

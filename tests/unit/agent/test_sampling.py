@@ -105,7 +105,10 @@ def test_groups_keep_the_order_of_the_prompts_whoever_answers_first(tmp_path: Pa
 
     groups = sampled(tmp_path, StandIn(backwards), request([[1], [2], [3]], n=2))
     assert answered[0] == 3
-    assert [[sample.tokens for sample in samples] for samples in groups] == [[[10]] * 2, [[20]] * 2, [[30]] * 2]
+    responses = [[sample.response_tokens for sample in samples] for samples in groups]
+    assert responses == [[[10]] * 2, [[20]] * 2, [[30]] * 2]
+    numbers = [[(sample.group_index, sample.index, sample.prompt_tokens) for sample in samples] for samples in groups]
+    assert numbers == [[(group, index, [group + 1]) for index in range(2)] for group in range(3)]
 
 
 def test_each_sample_is_one_request_with_log_probs_and_an_id_of_its_own(tmp_path: Path, quick: None) -> None:
@@ -139,7 +142,7 @@ def test_what_another_engine_could_answer_is_tried_again_under_a_new_id(
 ) -> None:
     router = StandIn(in_turn(trouble, trouble, (200, answer([7]))))
     ((sample,),) = sampled(tmp_path, router, request([[1]]))
-    assert (sample.status, sample.tokens, sample.attempts) == ("truncated", [7], 3)
+    assert (sample.status, sample.response_tokens, sample.attempts) == ("truncated", [7], 3)
     assert len({asked.body["rid"] for asked in router.asked}) == 3
 
 
@@ -178,7 +181,7 @@ def test_a_prompt_that_is_refused_fails_its_own_samples_at_once_and_no_others(
     router = StandIn(picky)
     good, bad, also_good = sampled(tmp_path, router, request([[1], [2], [3]]))
     assert (good[0].status, also_good[0].status) == ("truncated", "truncated")
-    assert (bad[0].status, bad[0].tokens, bad[0].attempts) == ("failed", [], 1)
+    assert (bad[0].status, bad[0].response_tokens, bad[0].attempts) == ("failed", [], 1)
     assert "too long" in bad[0].error
     assert len(router.asked) == 3
 
@@ -187,7 +190,7 @@ def test_a_sample_that_does_not_finish_in_time_is_aborted_with_the_reason_and_no
     tmp_path: Path, quick: None
 ) -> None:
     ((sample,),) = sampled(tmp_path, StandIn.always(200, ABORT), request([[1]], timeout_seconds=0.1))
-    assert (sample.status, sample.tokens, sample.log_probs, sample.weight_versions) == ("aborted", [], [], [])
+    assert (sample.status, sample.response_tokens, sample.weight_versions) == ("aborted", [], [])
     assert sample.error == "not finished in 0.1 s: aborted by a pause"
     assert sample.attempts >= 2
 
@@ -210,13 +213,13 @@ def test_a_version_that_was_never_committed_is_never_delivered(tmp_path: Path, q
         in_turn((200, answer([1], version=signed(2))), (200, answer([2], version=signed(2))), (200, answer([7])))
     )
     ((sample,),) = sampled(tmp_path, router, request([[1]]))
-    assert (sample.tokens, sample.attempts) == ([7], 3)
+    assert (sample.response_tokens, sample.attempts) == ([7], 3)
 
 
 def test_if_nothing_else_answers_the_sample_is_aborted_and_says_so(tmp_path: Path, quick: None) -> None:
     router = StandIn.always(200, answer([1], version=signed(2)))
     ((sample,),) = sampled(tmp_path, router, request([[1]], timeout_seconds=0.1), committed(1))
-    assert (sample.status, sample.tokens) == ("aborted", [])
+    assert (sample.status, sample.response_tokens) == ("aborted", [])
     assert "never committed" in sample.error
 
 
@@ -224,7 +227,7 @@ def test_one_span_of_a_version_that_was_never_committed_spoils_the_sample(tmp_pa
     spans = [{"version": signed(0), "start": 0, "end": 1}, {"version": signed(2), "start": 1, "end": 2}]
     router = StandIn(in_turn((200, answer([1, 2], weight_versions=spans)), (200, answer([7]))))
     ((sample,),) = sampled(tmp_path, router, request([[1]]))
-    assert sample.tokens == [7]
+    assert sample.response_tokens == [7]
 
 
 def test_a_version_that_is_committed_while_its_sample_runs_is_delivered(tmp_path: Path, quick: None) -> None:
@@ -237,7 +240,7 @@ def test_a_version_that_is_committed_while_its_sample_runs_is_delivered(tmp_path
         async with fleet_on_loopback(tmp_path, 1) as world, StandIn(during) as router:
             sampler = await with_router(world, router)
             ((sample,),) = [group.samples for group in (await sampler.generate(request([[1]]))).groups]
-            assert sample.tokens == [1, 2]
+            assert sample.response_tokens == [1, 2]
             assert sample.attempts == 1
 
     asyncio.run(scenario())
@@ -268,7 +271,7 @@ def test_an_answer_that_is_not_signed_for_this_fleet_is_never_delivered(
 ) -> None:
     router = StandIn.always(200, answer([1], version=theirs))
     ((sample,),) = sampled(tmp_path, router, request([[1]], timeout_seconds=0.2))
-    assert (sample.status, sample.tokens, sample.weight_versions) == ("aborted", [], [])
+    assert (sample.status, sample.response_tokens, sample.weight_versions) == ("aborted", [], [])
     assert f"not ours: answered by an engine whose weight version is '{theirs}'" in sample.error
     told = [record.getMessage() for record in caplog.records if record.name == sampling.__name__]
     assert told[0].startswith("qwen: answer 1 that is dropped: not ours")
@@ -279,7 +282,7 @@ def test_one_span_of_another_fleet_spoils_the_sample(tmp_path: Path, quick: None
     spans = [{"version": STRANGER, "start": 0, "end": 1}, {"version": signed(0), "start": 1, "end": 2}]
     router = StandIn(in_turn((200, answer([1, 2], weight_versions=spans)), (200, answer([7]))))
     ((sample,),) = sampled(tmp_path, router, request([[1]]))
-    assert (sample.tokens, sample.attempts) == ([7], 2)
+    assert (sample.response_tokens, sample.attempts) == ([7], 2)
 
 
 def test_a_server_that_was_made_anew_is_another_fleet(tmp_path: Path, quick: None) -> None:

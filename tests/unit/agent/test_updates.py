@@ -182,6 +182,24 @@ def test_an_engine_that_could_not_be_paused_is_sent_no_weights(tmp_path: Path) -
     play(tmp_path, story)
 
 
+def test_where_no_cache_is_flushed_beside_requests_that_wait_they_are_aborted(tmp_path: Path) -> None:
+    """As SGLang 0.5.16 after pause_generation in mode retract."""
+
+    async def story(world: World) -> None:
+        older = world.engines[0]
+        older.refuses["flush_cache"] = (400, {"error": "pending requests"})
+
+        async def aborted() -> None:
+            del older.refuses["flush_cache"]
+
+        older.before["abort_request"] = aborted
+        assert (await world.updater.update(wanted(world))).committed
+        assert outcomes(world) == ["Committed", "Committed", "Committed"]
+        assert "abort_request" not in world.engines[1].asked
+
+    play(tmp_path, story)
+
+
 def test_an_engine_that_says_success_and_holds_other_weights_is_not_continued(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         world.engines[1].refuses["weights_checker"] = (200, {"success": True, "per_engine_checksum": "torn"})

@@ -73,7 +73,7 @@ class Cluster:
     def seen(self, plural: str, name: str) -> Object:
         return deepcopy(self.objects[plural, name])
 
-    async def get(self, resource: Resource, name: str, *, namespace: str | None = None) -> Object:
+    async def get(self, resource: Resource, name: str, *, namespace: str | None = None, cached: bool = False) -> Object:
         assert namespace == "rl"
         await asyncio.sleep(0)  # others come in between, as they do over a network
         if (resource.plural, name) not in self.objects:

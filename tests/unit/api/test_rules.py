@@ -105,20 +105,6 @@ encoder_groups = st.fixed_dictionaries(
 )
 
 
-claim_names = st.sampled_from(("gpus", "{index}", "g-{rank}", "{rank}.{index}", "index"))
-colocations = st.fixed_dictionaries({}, optional={"resourceClaim": claim_names, "request": claim_names})
-colocated_groups = st.fixed_dictionaries(
-    {
-        "role": st.sampled_from(("Regular", "Encoder", "Placeholder")),
-        "engine": st.fixed_dictionaries({"nodes": st.integers(1, 2)}),
-    },
-    optional={
-        "replicas": st.integers(0, 3),
-        "colocation": colocations,
-    },
-)
-
-
 copying_fleets: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
     {
         "groups": st.lists(
@@ -138,6 +124,29 @@ copying_fleets: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
 )
 
 
+def copies(spec: dict[str, Any]) -> bool:
+    return "localCopy" in spec.get("weights", {})
+
+
+def copying_engines_are_whole(spec: dict[str, Any]) -> bool:
+    apart = ("Encoder", "Placeholder")
+    return not copies(spec) or all(g["engine"]["nodes"] == 1 or g["role"] in apart for g in spec["groups"])
+
+
+claim_names = st.sampled_from(("gpus", "{index}", "g-{rank}", "{rank}.{index}", "index"))
+colocations = st.fixed_dictionaries({}, optional={"resourceClaim": claim_names, "request": claim_names})
+colocated_groups = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(("Regular", "Encoder", "Placeholder")),
+        "engine": st.fixed_dictionaries({"nodes": st.integers(1, 2)}),
+    },
+    optional={
+        "replicas": st.integers(0, 3),
+        "colocation": colocations,
+    },
+)
+
+
 def colocation_fits_the_role(group: dict[str, Any]) -> bool:
     return "colocation" not in group or group["role"] == "Regular"
 
@@ -151,15 +160,6 @@ def every_engine_has_its_gpus(group: dict[str, Any]) -> bool:
 def every_node_has_its_claim(group: dict[str, Any]) -> bool:
     claim = group.get("colocation", {}).get("resourceClaim", "{rank}")
     return "{rank}" in claim or group["engine"]["nodes"] == 1
-
-
-def copies(spec: dict[str, Any]) -> bool:
-    return "localCopy" in spec.get("weights", {})
-
-
-def copying_engines_are_whole(spec: dict[str, Any]) -> bool:
-    apart = ("Encoder", "Placeholder")
-    return not copies(spec) or all(g["engine"]["nodes"] == 1 or g["role"] in apart for g in spec["groups"])
 
 
 def encoder_is_plain(group: dict[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from chaos.trainer import safetensors
 from e2e import stand_in_engine
 from e2e.stand_in_engine import Engine, LanguageServer, Server, expected_tokens
 from rolloutfleet.agent.sampling import sample_of
+from rolloutfleet.api.samples import Sample
 from rolloutfleet.engine.errors import EngineRefused
 from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.sglang import EngineClient
@@ -65,13 +66,13 @@ def test_weights_label_and_checksum_change_together_and_tokens_tell_them(url: st
     async def test(engine: EngineClient) -> None:
         first = await engine.checksum()
         assert await engine.generates(seconds=5)
-        sample = sample_of(await engine.generate(PAYLOAD, seconds=5), fleet=FLEET, attempts=1, seconds=0)
-        assert sample.tokens == [ord("0")] * 6
+        sample = sample_of(await engine.generate(PAYLOAD, seconds=5), Sample(), fleet=FLEET)
+        assert sample.response_tokens == [ord("0")] * 6
         await engine.update_weights_from_disk(checkpoint(tmp_path, 7), label=f"7@{FLEET}")
         assert (await engine.model_info()).weight_version == f"7@{FLEET}"
         assert await engine.checksum() != first
-        sample = sample_of(await engine.generate(PAYLOAD, seconds=5), fleet=FLEET, attempts=1, seconds=0)
-        assert sample.tokens == made_by(7, 6)
+        sample = sample_of(await engine.generate(PAYLOAD, seconds=5), Sample(), fleet=FLEET)
+        assert sample.response_tokens == made_by(7, 6)
         with pytest.raises(EngineRefused):
             await engine.update_weights_from_disk(str(tmp_path / "none"), label=f"8@{FLEET}")
         assert (await engine.model_info()).weight_version == f"7@{FLEET}"
@@ -95,10 +96,10 @@ def test_a_pause_holds_what_runs_and_its_tokens_name_the_weights_of_their_moment
         await engine.update_weights_from_disk(checkpoint(tmp_path, 2), label=f"2@{FLEET}")
         assert not running.done()
         await engine.continue_generation()
-        sample = sample_of(await running, fleet=FLEET, attempts=1, seconds=0)
+        sample = sample_of(await running, Sample(), fleet=FLEET)
         assert [span.version for span in sample.weight_versions] == [1, 2]
         middle = sample.weight_versions[0].end
-        assert sample.tokens == made_by(1, 6)[:middle] + made_by(2, 6)[middle:]
+        assert sample.response_tokens == made_by(1, 6)[:middle] + made_by(2, 6)[middle:]
 
     with_client(url, test)
 
@@ -110,9 +111,9 @@ def test_an_abort_ends_what_runs_with_what_it_has(url: str, monkeypatch: pytest.
         running = asyncio.create_task(engine.generate(PAYLOAD, seconds=10))
         await running_one(engine)
         await engine.pause("abort")
-        sample = sample_of(await running, fleet=FLEET, attempts=1, seconds=0)
+        sample = sample_of(await running, Sample(), fleet=FLEET)
         assert sample.status == "aborted"
-        assert len(sample.tokens) < 6
+        assert len(sample.response_tokens) < 6
         assert (await engine.load()).running == 0
 
     with_client(url, test)

@@ -23,7 +23,7 @@ def sample(*spans: tuple[int, int], prompt: Sequence[int] = (1, 2), status: str 
         start, end = len(made), len(made) + count
         made += tokens(version, prompt, made, end - start)
         versions.append({"version": version, "start": start, "end": end})
-    return {"status": status, "error": "", "tokens": made, "weight_versions": versions}
+    return {"status": status, "error": "", "response_tokens": made, "weight_versions": versions}
 
 
 def asked(call: str = "0/0", n: int = 1) -> dict[str, Any]:
@@ -65,8 +65,8 @@ def test_what_is_lost_or_doubled_is_found(lines: list[dict[str, Any]], found: st
 def test_tokens_of_other_weights_than_the_sample_names_are_found() -> None:
     right = sample((0, 2), (1, 3))
     for wrong in (
-        {**right, "tokens": tokens(1, [1, 2], [], 5)},
-        {**right, "tokens": [*right["tokens"], 7]},
+        {**right, "response_tokens": tokens(1, [1, 2], [], 5)},
+        {**right, "response_tokens": [*right["response_tokens"], 7]},
         {**right, "weight_versions": right["weight_versions"][1:]},
         {**right, "weight_versions": [{"version": 2, "start": 0, "end": 5}]},
     ):
@@ -77,7 +77,7 @@ def test_what_real_weights_make_of_a_beginning_by_others_is_not_judged() -> None
     started = sample((0, 2), (1, 3))
     first_alone = wrong_weights([got(started)], lambda *asked: None if asked[2] else tokens(*asked))
     assert first_alone == []
-    started["tokens"][0] += 1
+    started["response_tokens"][0] += 1
     assert wrong_weights([got(started)], lambda *asked: None if asked[2] else tokens(*asked))
 
 

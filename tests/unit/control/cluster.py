@@ -82,7 +82,9 @@ class Client(kube.KubeApi):
         await asyncio.Event().wait()
         yield kube.WatchEvent("", {})
 
-    async def get(self, resource: kube.Resource, name: str, *, namespace: str | None = None) -> kube.Object:
+    async def get(
+        self, resource: kube.Resource, name: str, *, namespace: str | None = None, cached: bool = False
+    ) -> kube.Object:
         await self._call("get", resource.kind, name)
         return self._held(resource.kind, name)
 

@@ -33,7 +33,9 @@ class Unchanged(kube.KubeApi):
     def __init__(self) -> None:
         pass
 
-    async def get(self, resource: kube.Resource, name: str, *, namespace: str | None = None) -> kube.Object:
+    async def get(
+        self, resource: kube.Resource, name: str, *, namespace: str | None = None, cached: bool = False
+    ) -> kube.Object:
         return rollout_server(name)
 
 

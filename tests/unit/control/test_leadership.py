@@ -60,7 +60,9 @@ class Line:
         if self.trouble is not None:
             raise self.trouble
 
-    async def get(self, resource: Resource, name: str, *, namespace: str | None = None) -> dict[str, Any]:
+    async def get(
+        self, resource: Resource, name: str, *, namespace: str | None = None, cached: bool = False
+    ) -> dict[str, Any]:
         assert (name, namespace) == (LEASE, "system")
         await self._pass()
         if self.server.lease is None:

@@ -41,7 +41,9 @@ class Cluster(kube.KubeApi):
         self._fail()
         return kube.Listed([body for (held, _), body in self.held.items() if held is resource], "1")
 
-    async def get(self, resource: kube.Resource, name: str, *, namespace: str | None = None) -> kube.Object:
+    async def get(
+        self, resource: kube.Resource, name: str, *, namespace: str | None = None, cached: bool = False
+    ) -> kube.Object:
         if (resource, name) not in self.held:
             raise kube.NotFound("gone", status=404, reason="NotFound")
         return self.held[resource, name]

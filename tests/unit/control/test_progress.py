@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rolloutfleet.control.progress import PROGRESS_SECONDS, Progress, only_progress
+from rolloutfleet.control.progress import PROGRESS_SECONDS, Progress, only_progress, patience
 from rolloutfleet.plan.actions import Action, ApplyStatus, CreatePod, Emit, Requeue
 
 NOW = 1000.0
@@ -53,6 +53,7 @@ def server(condition: dict[str, str] | None = None, engines: dict[str, int] | No
     "after",
     [
         group({"phase": "Starting", "reason": "Loading", "url": "http://10.0.0.1:30000", "started": True}),
+        group({"phase": "Serving", "reason": "", "servingSince": "2026-01-01T00:00:10+00:00"}),
         group(ready=1, replicas=1, routable=2, weightVersion=0, selector="a=b"),
         group(conditions=[{"type": "Ready", "status": "False", "reason": "Loading", "message": "other"}]),
     ],
@@ -82,6 +83,13 @@ def test_steps_on_the_normal_way_are_progress(after: dict[str, Any]) -> None:
 )
 def test_lives_checksums_and_whether_it_serves_are_not(after: dict[str, Any]) -> None:
     assert not only_progress(GROUP, after)
+
+
+def test_that_a_life_has_its_pods_can_wait_and_that_it_lost_them_cannot() -> None:
+    made, bare = group(), group({"pod": "", "podUid": ""})
+    assert only_progress(bare, made)
+    assert not only_progress(made, bare)
+    assert not only_progress(bare, group({"epoch": 2})), "another life"
 
 
 @pytest.mark.parametrize(
@@ -144,3 +152,15 @@ def test_events_of_other_objects_and_earlier_ones_stay() -> None:
     assert put_back in kept
     assert other in kept
     assert kinds(kept) == ["Emit", "Requeue", "CreatePod", "Emit"]
+
+
+def test_a_busy_operator_tells_of_progress_later_but_tells() -> None:
+    assert patience(2.0, waiting=0) == 2.0
+    assert patience(2.0, waiting=8) == 4.0
+    assert patience(2.0, waiting=10_000) == 10.0
+    assert patience(0.0, waiting=100) == 0.0
+
+    progress, held = Progress(), {("ServerGroup", "g"): GROUP}
+    changed = statuses(group({"phase": "Starting"}))
+    progress.held_back(changed, held, NOW, seconds=10)
+    assert progress.held_back(changed, held, NOW + 3, seconds=2) == changed, "the crowd has gone"

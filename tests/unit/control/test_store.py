@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from rolloutfleet.api.rollout_server import RolloutServer
 from rolloutfleet.control.operator import Operator
@@ -15,7 +16,7 @@ from unit.plan.world import DEFAULTS, START, rollout_server
 KEY = FleetKey("rl", "qwen")
 
 
-def pod(name: str, version: int) -> dict[str, object]:
+def pod(name: str, version: int) -> dict[str, Any]:
     labels = {"rolloutfleet.dev/server": "qwen"}
     metadata = {"name": name, "namespace": "rl", "uid": f"uid-{name}", "resourceVersion": str(version)}
     return {"metadata": {**metadata, "labels": labels}}
@@ -44,7 +45,7 @@ def test_what_is_gone_is_not_brought_back_by_a_list_an_event_or_an_answer_that_w
 def test_an_object_that_was_made_anew_is_not_replaced_by_late_news_of_its_predecessor() -> None:
     store = FleetStore(clock=lambda: START)
     late, new = pod("same", 5), pod("same", 9)
-    new["metadata"] = {**new["metadata"], "uid": "another"}  # type: ignore[dict-item]
+    new["metadata"] = {**new["metadata"], "uid": "another"}
     store.upsert("Pod", new)
     assert store.upsert("Pod", late) is None
     assert store.upsert("Pod", pod("same", 8)) is None
@@ -64,3 +65,33 @@ def test_what_is_applied_is_planned_for_although_its_watch_event_is_no_news() ->
         await operator.stop()
 
     asyncio.run(scenario())
+
+
+def test_what_plans_do_not_read_of_an_object_is_kept_and_is_no_news() -> None:
+    store = FleetStore(clock=lambda: START)
+    engine, deployment = pod("engine", 5), pod("router", 5)
+    engine["metadata"]["labels"]["rolloutfleet.dev/component"] = "engine"
+    assert store.upsert("Pod", {**engine, "status": {"conditions": []}}) == KEY
+    assert store.upsert("Deployment", {**deployment, "spec": {"replicas": 1}, "status": {}}) == KEY
+
+    def later(body: dict[str, Any], **changed: Any) -> dict[str, Any]:
+        return {**body, "metadata": {**body["metadata"], "resourceVersion": "6"}, **changed}
+
+    ready = {"conditions": [{"type": "Ready", "status": "True"}]}
+    assert store.upsert("Pod", later(engine, status=ready)) is None
+    assert (store.object(KEY, "Pod", "engine") or {})["status"] == ready
+    assert store.upsert("Deployment", later(deployment, spec={"replicas": 1}, status={"replicas": 1})) is None
+    assert (store.object(KEY, "Deployment", "router") or {})["metadata"]["resourceVersion"] == "6"
+
+
+def test_what_plans_read_is_news() -> None:
+    store = FleetStore(clock=lambda: START)
+    engine, deployment = pod("engine", 5), pod("router", 5)
+    engine["metadata"]["labels"]["rolloutfleet.dev/component"] = "engine"
+    store.upsert("Pod", {**engine, "status": {}})
+    store.upsert("Deployment", {**deployment, "spec": {"replicas": 1}})
+    gated = {"conditions": [{"type": "rolloutfleet.dev/Routable", "status": "True"}]}
+    metadata = {"metadata": {**engine["metadata"], "resourceVersion": "6"}}
+    assert store.upsert("Pod", {**metadata, "status": gated}) == KEY
+    metadata = {"metadata": {**deployment["metadata"], "resourceVersion": "6"}}
+    assert store.upsert("Deployment", {**metadata, "spec": {"replicas": 2}}) == KEY

@@ -86,7 +86,9 @@ class Api(kube.KubeApi):
         self.server = rollout_server()
         self.reads = 0
 
-    async def get(self, resource: kube.Resource, name: str, *, namespace: str | None = None) -> kube.Object:
+    async def get(
+        self, resource: kube.Resource, name: str, *, namespace: str | None = None, cached: bool = False
+    ) -> kube.Object:
         self.reads += 1
         return self.server
 

@@ -208,7 +208,7 @@ def test_a_connection_that_breaks_after_the_request_is_not_repeated(pauses: list
     async def scenario() -> None:
         async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
             api = KubeApi(credentials(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
-            with pytest.raises(Unreachable, match="RemoteProtocolError"):
+            with pytest.raises(Unreachable, match="ServerDisconnectedError"):
                 await api.create(POD, {"metadata": {"generateName": "p-", "namespace": "rl"}})
             await api.close()
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from rolloutfleet.kube import config
 from rolloutfleet.kube.config import NoCluster, load_credentials
 
 KUBECONFIG = """
@@ -33,3 +35,17 @@ def test_a_missing_kubeconfig_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", missing)
     with pytest.raises(NoCluster):
         load_credentials()
+
+
+def test_a_mounted_token_is_read_anew_after_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(config, "SERVICE_ACCOUNT", tmp_path)
+    monkeypatch.setattr(config, "time", SimpleNamespace(monotonic=lambda: now))
+    (tmp_path / "token").write_text("first\n")
+    token = config._mounted_token()
+    assert token() == "first"
+    (tmp_path / "token").write_text("second\n")
+    now += config.TOKEN_SECONDS - 1
+    assert token() == "first"
+    now += 2
+    assert token() == "second"

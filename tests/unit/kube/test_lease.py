@@ -29,7 +29,9 @@ class Leases:
     def spec(self) -> dict[str, Any]:
         return cast(dict[str, Any], self.stored["spec"])
 
-    async def get(self, resource: Resource, name: str, *, namespace: str | None = None) -> dict[str, Any]:
+    async def get(
+        self, resource: Resource, name: str, *, namespace: str | None = None, cached: bool = False
+    ) -> dict[str, Any]:
         assert resource is LEASE
         if self.fail:
             raise self.fail

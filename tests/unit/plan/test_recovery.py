@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rolloutfleet.plan.actions import Requeue
-from rolloutfleet.plan.observed import LeaseView
+from rolloutfleet.plan.observed import LeaseView, engine_pod
 from unit.plan.world import World, rollout_server
 
 
@@ -482,3 +482,19 @@ def test_an_eviction_may_take_one_engine_and_none_while_the_trainer_holds_the_fl
     world.spec()["replicas"] = 1
     world.settle()
     assert budget()["minAvailable"] == 0, "a node with a single engine can be drained"
+
+
+def test_a_budget_is_made_when_an_engine_has_served_and_stays_while_none_does() -> None:
+    world, budget, too_early = World(rollout_server(replicas=2)), "PodDisruptionBudget/qwen-main", 0
+
+    def look() -> None:
+        nonlocal too_early
+        too_early += budget in world.children and not any(engine_pod(pod).gate for pod in world.pods.values())
+
+    world.settle(between=look)
+    assert budget in world.children
+    assert too_early == 0, "it would protect nobody"
+    for name in world.engine_names():
+        world.delete_pod(name)
+    step(world)
+    assert budget in world.children

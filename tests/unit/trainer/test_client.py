@@ -18,8 +18,8 @@ from rolloutfleet.trainer.errors import AgentUnreachable, FleetError, NotReady, 
 
 VIEW = {"role": "actor", "server": "qwen", "state": "Connected", "ready": True, "weight_version": 3, "routable": 2}
 SAMPLE = {
-    "tokens": [7],
-    "log_probs": [-0.5],
+    "response_tokens": [7],
+    "rollout_log_probs": [-0.5],
     "status": "truncated",
     "weight_versions": [{"version": 3, "start": 0, "end": 1}],
     "error": "",

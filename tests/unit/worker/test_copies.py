@@ -94,6 +94,12 @@ def test_an_older_version_is_made_anew_beside_the_newer_one(tmp_path: Path, pod:
     assert len(pod.folders) == 2
 
 
+def test_an_engine_that_is_handed_a_delta_itself_finds_nothing_to_load(tmp_path: Path) -> None:
+    """SGLang takes unknown names in *.safetensors for success, and dies of a *.bin that torch cannot load."""
+    names = {file.suffix for file in saved(tmp_path)[1].path.iterdir()}
+    assert not names & {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt"}
+
+
 def test_two_copies_are_kept_at_most(tmp_path: Path, pod: Pod) -> None:
     for version in saved(tmp_path, STATES * 2, full_every=3):
         made = Path(pod.copies.bring_to(version.path).path)
