@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rolloutfleet.agent.memory_record import TAGS
-from rolloutfleet.api.agent import MemoryTag
+from rolloutfleet.api.agent import MemoryTag, UpdateWeights
 from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.pair import generate_through
 from unit.agent.machine import Machine, Step
@@ -64,13 +64,14 @@ def test_a_pair_generates_after_its_memory_was_away(
         await machine.begin()
         await generates()
         rounds: list[tuple[MemoryTag, ...]] = [("kv_cache",), TAGS, TAGS]
-        for tags in rounds:
+        for number, tags in enumerate(rounds):
             await machine.perform(Step("offload", tags=tags))
             await machine.check()
             assert await prefill.memory_paused() == await decode.memory_paused() == set(tags)
             if "weights" in tags:
                 await machine.perform(Step("onload", tags=("weights",)))
-                await machine.perform(Step("update"))
+                path = str(machine.models / f"m{number % 2}")  # never the committed one again: that is refused
+                assert (await machine.updater.update(UpdateWeights(path=path))).committed
             await machine.perform(Step("onload"))
             await machine.check()
             await generates()

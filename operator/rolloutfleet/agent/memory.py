@@ -68,6 +68,8 @@ class Memory:
         self._record = MemoryRecord()
         self._training = TrainingStatus()
         """As this operation found it and has changed it since: what the fleet's watch reads meanwhile may be older."""
+        self._members: list[tuple[ServerGroup, EngineStatus]] = []
+        """Those with memory that can be released, as this operation found them."""
 
     async def offload(self, request: MemoryRequest) -> MemoryResult:
         """Pause, wait until idle, release. What is released already is left alone."""
@@ -104,7 +106,12 @@ class Memory:
     async def _begin(self) -> None:
         self._leadership.require()
         await self._fleet.refresh()
-        self._training = self._fleet.training
+        self._training = _without_dead_update(self._fleet.training)
+        self._members = [
+            (group, engine)
+            for group, engine in self._fleet.trained_engines()
+            if _takes_part(group, engine) and engine.url and engine.pod_uid
+        ]
         self._record.load(self._training.memory, self._leadership.lease.fence)
         # A group that cannot be read now may still have its engines.
         known = {engine.pod_uid for _, engine in self._fleet.engines()}
@@ -167,7 +174,7 @@ class Memory:
 
     async def _expect(self, engines: Sequence[EngineStatus], missing: Mapping[str, Collection[MemoryTag]]) -> None:
         """Note what engines on the trainer's GPUs are about to free."""
-        shared = {e.pod_uid: participant_of(g, e) for g, e in self._members() if g.spec.colocation is not None}
+        shared = {e.pod_uid: participant_of(g, e) for g, e in self._members if g.spec.colocation is not None}
         if not shared or not await self._gpus.look():
             return
         sizes: dict[str, list[int]] = {}
@@ -257,22 +264,19 @@ class Memory:
             text += f"{'; ' if text else ''}external engines {', '.join(urls)}: started without --enable-memory-saver"
         raise conflict("OffloadNotEnabled", text)
 
-    def _members(self) -> list[tuple[ServerGroup, EngineStatus]]:
-        return [(g, e) for g, e in self._fleet.trained_engines() if _takes_part(g, e) and e.url and e.pod_uid]
-
     def _serving(self) -> list[EngineStatus]:
         """Engines whose memory can be released, or is: those that answer."""
         up = (EnginePhase.SERVING, EnginePhase.HELD)
-        return [engine for _, engine in self._members() if engine.phase in up and self._record.knows(engine)]
+        return [engine for _, engine in self._members if engine.phase in up and self._record.knows(engine)]
 
     def _known(self) -> list[EngineStatus]:
-        return [engine for _, engine in self._members() if self._record.knows(engine)]
+        return [engine for _, engine in self._members if self._record.knows(engine)]
 
     def _waves(self, engines: Sequence[EngineStatus]) -> list[list[EngineStatus]]:
         """Prefill engines first: decode engines connect to what these have registered."""
         roles: dict[str, Role] = {
             engine.pod_uid: engine.facts.role if engine.facts is not None else group.spec.role
-            for group, engine in self._members()
+            for group, engine in self._members
         }
         waves = resuming_order(roles[engine.pod_uid] for engine in engines)
         return [[engine for engine in engines if roles[engine.pod_uid] in wave] for wave in waves]
@@ -287,7 +291,7 @@ class Memory:
             else:
                 self._record.unknown(engine)
             raise
-        except EngineError:
+        except BaseException:  # also a fault of ours
             self._record.unknown(engine)
             raise
 
@@ -296,16 +300,20 @@ class Memory:
         those are lost."""
         failed: Failures = {}
         waves = self._waves(engines)
-        for wave in waves:
-            self._leadership.require()
-            tasks = {asyncio.create_task(self._one(engine, step, failed)) for engine in wave}
-            try:
-                while tasks:
-                    _, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                    if tasks or wave is not waves[-1]:
-                        await self._write(phase)
-            finally:
-                await asyncio.gather(*tasks)
+        try:
+            while waves:
+                self._leadership.require()
+                tasks = {asyncio.create_task(self._one(engine, step, failed)) for engine in waves.pop(0)}
+                try:
+                    while tasks:
+                        _, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                        if tasks or waves:
+                            await self._write(phase)
+                finally:
+                    await asyncio.gather(*tasks)
+        finally:
+            for engine in (engine for wave in waves for engine in wave):
+                self._record.unchanged(engine)  # its turn has not come
         return failed
 
     async def _everywhere(self, engines: Sequence[EngineStatus], step: Step) -> Failures:
@@ -373,6 +381,16 @@ class Memory:
             freed_bytes=dict(freed or {}),
             seconds=round(time.monotonic() - started, 4),
         )
+
+
+def _without_dead_update(training: TrainingStatus) -> TrainingStatus:
+    """We lead, and no update of ours runs: one that is written there has died with its leader. Written again in our
+    name it would hold the fleet until its deadline."""
+    weights = training.weights
+    if weights is None or weights.phase != WeightsPhase.UPDATING:
+        return training
+    ended = {"phase": WeightsPhase.COMMITTED, "target_version": None, "target_path": "", "deadline": "", "engines": ()}
+    return training.model_copy(update={"weights": weights.model_copy(update=ended)})
 
 
 def _takes_part(group: ServerGroup, engine: EngineStatus) -> bool:

@@ -87,6 +87,7 @@ class MemoryRecord:
         """As status.training.memory; `phase` while an operation runs."""
         return TrainingMemory.model_validate(
             {
+                "fence": self._fence,
                 "phase": phase or ("Released" if self.tags else "Resident"),
                 "tags": self.tags,
                 "engines": sorted(self._entries.values(), key=lambda entry: (entry.pod, entry.uid)),

@@ -29,6 +29,9 @@ class TrainingMemory(Model):
     """What the trainer has released on the engines."""
 
     phase: Literal["Resident", "Releasing", "Released", "Resuming"]
+    fence: Annotated[int, Field(ge=0)] = 0
+    """Transition count of the Lease when this was found to be so: a call that was under way in another leader's term
+    has nobody who waits for its answer."""
     tags: MemoryTags = ()
     """What the trainer wants to be released: an engine that comes back meanwhile is brought there too."""
     engines: Annotated[tuple[EngineMemory, ...], Field(max_length=2048)] = ()

@@ -67,7 +67,7 @@ def training_of(fleet: Fleet, now: datetime) -> Training:
     ours = fleet.lease.fence == status.fence
     # An update dies with its leader: the next one has another fencing number and holds nothing by it.
     update_held = updating and alive and ours and (deadline is None or now < deadline)
-    led = alive and ours
+    led = alive and memory is not None and memory.fence == fleet.lease.fence
     entries = memory.engines if memory is not None else ()
     active = memory is not None and memory.phase != "Resident"
     offloading = active and alive

@@ -222,7 +222,9 @@ class Machine:
     async def check(self) -> None:
         memory = self.training.memory
         # What fell out of an update is taken out of the routers, whether or not it could be paused.
-        self.routed -= self._training().distrusted_pods
+        training = self._training()
+        assert not training.updating, "no update runs, and the fleet is held by one"
+        self.routed -= training.distrusted_pods
         entries = {entry.uid: entry for entry in memory.engines} if memory else {}
         for index, life in enumerate(self.lives):
             paused = await life.memory_paused()
@@ -232,7 +234,8 @@ class Machine:
             elif entry.state == "Known":
                 assert set(entry.released) == paused, f"engine {index}: recorded {entry.released}, is {sorted(paused)}"
             else:
-                ours = self.training.fence == self.leadership.lease.fence and not self.process.dead
+                assert memory is not None
+                ours = memory.fence == self.leadership.lease.fence and not self.process.dead
                 assert entry.state == "Unknown" or not ours, "a call is under way, and nobody makes it"
             if await self._client(index).ready():
                 assert not paused, f"engine {index} takes requests without {sorted(paused)}"

@@ -436,6 +436,56 @@ def test_an_update_waits_for_an_engine_that_is_being_offloaded_after_the_others(
     play(tmp_path, story, engines=2)
 
 
+def test_what_changes_in_the_fleet_meanwhile_does_not_break_an_operation_off(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        async def another_life() -> None:
+            world.change_engine(0, podUid="uid-of-a-later-life", phase="Starting")
+            await world.fleet.refresh()
+
+        world.engines[1].before = {"flush_cache": another_life}
+        result = await world.memory.offload(of())
+        assert result.failed == {}
+        assert world.engines[1].released == set(EVERYTHING)
+        world.engines[1].before = {"resume_memory_occupation": another_life}
+        await world.memory.onload(of())
+        assert not world.engines[1].paused
+
+    play(tmp_path, story, engines=2)
+
+
+def test_an_engine_whose_turn_has_not_come_when_an_operation_ends_is_known_as_it_is(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        facts = {"tensorParallel": 1, "pipelineParallel": 1, "memorySaver": True}
+        for index, role in enumerate(("Prefill", "Decode")):
+            world.change_engine(index, facts={**facts, "role": role})
+        world.cluster.before_apply = [lambda: None, lambda: None, *[clash] * leadership.WRITE_CONFLICTS]
+        assert (await refused(world.memory.offload(of()))).code == "Busy"
+        assert [bool(engine.released) for engine in world.engines] == [True, False]
+        result = await world.memory.offload(of())
+        assert (result.failed, len(result.engines)) == ({}, 2)
+        assert not any(engine.dead for engine in world.engines)
+
+    play(tmp_path, story, engines=2)
+
+
+def test_an_update_that_died_with_its_leader_is_not_written_again_in_our_name(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        dead = {
+            "phase": "Updating",
+            "version": 0,
+            "transaction": 4,
+            "targetVersion": 1,
+            "deadline": "2099-01-01T00:00:00Z",
+        }
+        world.change_training(fence=0, weights=dead)
+        await world.memory.offload(of("kv_cache"))
+        weights = world.training.weights
+        assert weights is not None
+        assert (weights.phase, weights.transaction, weights.deadline) == ("Committed", 4, "")
+
+    play(tmp_path, story, engines=2)
+
+
 def clash() -> None:
     """The operator writes the same object again and again."""
     raise Conflict("changed meanwhile", status=409)

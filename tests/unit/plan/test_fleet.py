@@ -290,7 +290,7 @@ def test_an_engine_whose_memory_nobody_knows_is_replaced_while_the_trainer_has_t
     world = offloading_world()
     lost, released = world.engine_names()
     engines = [entry(world, lost, state="Unknown"), entry(world, released, released=["weights"])]
-    memory = {"phase": "Released", "tags": ["weights"], "engines": engines}
+    memory = {"fence": 1, "phase": "Released", "tags": ["weights"], "engines": engines}
     world.server["status"]["training"] = {"holder": "trainer", "fence": 1, "memory": memory}
     world.lease = LeaseView(holder="trainer", fence=1, expires_at=world.now + timedelta(hours=9))
     world.settle(patient=False)
@@ -303,7 +303,7 @@ def test_an_engine_whose_memory_nobody_knows_is_replaced_while_the_trainer_has_t
 
 def test_engines_that_were_only_drained_go_on_when_their_trainer_has_died() -> None:
     world = offloading_world()
-    memory = {"phase": "Releasing", "engines": [entry(world, pod) for pod in world.engine_names()]}
+    memory = {"fence": 1, "phase": "Releasing", "engines": [entry(world, pod) for pod in world.engine_names()]}
     world.server["status"]["training"] = {"holder": "trainer", "fence": 1, "memory": memory}
     world.lease = LeaseView(holder="trainer", fence=1, expires_at=world.now + timedelta(seconds=15))
     pods = world.engine_names()
@@ -324,7 +324,7 @@ def test_a_group_without_offload_serves_on_while_the_others_memory_is_released()
     world.settle()
     main, more = world.engine_names()
     released = entry(world, main, released=["kv_cache"])
-    memory = {"phase": "Released", "tags": ["kv_cache"], "engines": [released]}
+    memory = {"fence": 1, "phase": "Released", "tags": ["kv_cache"], "engines": [released]}
     world.server["status"]["training"] = {"holder": "trainer", "fence": 1, "memory": memory}
     world.lease = LeaseView(holder="trainer", fence=1, expires_at=world.now + timedelta(hours=1))
     world.settle(patient=False)
@@ -339,7 +339,7 @@ def test_a_group_without_offload_serves_on_while_the_others_memory_is_released()
 def test_engines_whose_memory_a_dead_trainer_left_half_released_are_replaced() -> None:
     world = offloading_world()
     half, whole = world.engine_names()
-    memory = {"phase": "Resuming", "tags": ["weights"], "engines": [entry(world, half, state="Changing")]}
+    memory = {"fence": 1, "phase": "Resuming", "tags": ["weights"], "engines": [entry(world, half, state="Changing")]}
     world.server["status"]["training"] = {"holder": "trainer", "fence": 1, "memory": memory}
     world.lease = LeaseView(holder="trainer", fence=1, expires_at=world.now + timedelta(hours=1))
     world.settle(patient=False)
