@@ -94,7 +94,7 @@ def update(space: Kubectl, trainer: Trainer, version: int, *, named: int | None 
 
 
 def tokens(trainer: Trainer) -> list[list[int]]:
-    return [group["samples"][0]["tokens"] for group in trainer(GREEDY)]
+    return [group["samples"][0]["response_tokens"] for group in trainer(GREEDY)]
 
 
 def worker_log(space: Kubectl, pod: str) -> str:

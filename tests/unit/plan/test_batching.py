@@ -58,7 +58,7 @@ def test_packing_takes_every_sample_once_and_keeps_the_budget(lengths: list[int]
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(1, 20), max_size=7), st.integers(20, 40))
+@given(st.lists(st.integers(1, 20), max_size=6), st.integers(20, 40))
 def test_packing_takes_few_bins(lengths: list[int], budget: int) -> None:
     def fits(count: int, chosen: tuple[int, ...]) -> bool:
         totals = [0] * count

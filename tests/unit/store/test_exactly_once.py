@@ -321,14 +321,14 @@ def test_on_sqlite() -> None:
         class OnSQLite(Runs):
             make_store = staticmethod(lambda: sqlite_store(Path(folder, str(next(made))), Opened()))
 
-        run_state_machine_as_test(OnSQLite, settings=_settings(150))
+        run_state_machine_as_test(OnSQLite, settings=_settings(100))
 
 
 def test_on_postgresql(postgres: str) -> None:
     class OnPostgreSQL(Runs):
         make_store = staticmethod(lambda: postgres_store(postgres, Opened()))
 
-    run_state_machine_as_test(OnPostgreSQL, settings=_settings(40))
+    run_state_machine_as_test(OnPostgreSQL, settings=_settings(15))
 
 
 def _settings(examples: int) -> settings:

@@ -121,6 +121,20 @@ def test_a_finished_group_is_whole_and_replaces_what_was_kept(store: Store) -> N
     assert trainer.read(1) == [Group(claim.id, [sample(0), sample(1)])]
 
 
+def test_a_call_may_tell_of_one_prompt_twice_and_the_later_word_counts(store: Store) -> None:
+    ledger = store.ledger()
+    one, two = ledger.claim(2)
+    begun = [sample(index, status="aborted") for index in range(4)]
+    dropped = GroupUpdate(two, outcome="dropped", reason="zero_std")
+    assert ledger.save([GroupUpdate(one, begun), GroupUpdate(two, begun), finished(one), dropped, finished(two)]) == [
+        two
+    ]
+    trainer = store.handover()
+    trainer.lease(1, groups=1)
+    assert trainer.read(1) == [Group(one.id, [sample(0), sample(1)])]
+    assert ledger.partials([two.id]) == {two.id: []}
+
+
 @pytest.mark.parametrize(
     ("update", "said"),
     [

@@ -163,7 +163,7 @@ class Ledger:
         with self._database.transaction() as tx:
             self._alive(tx, now)
             held = self._held(tx)
-            samples: list[Values] = []
+            samples: dict[Claim, dict[int, Values]] = {}
             ends: dict[str, list[Values]] = {}
             lost: list[Claim] = []
             for update, payloads in zip(updates, encoded, strict=True):
@@ -171,7 +171,11 @@ class Ledger:
                     lost.append(update.claim)
                     continue
                 of = self._of(update.claim.id)
-                samples += [of | {"sample": index, "payload": payload} for index, payload in payloads]
+                if update.outcome in ("finished", "dropped"):
+                    samples[update.claim] = {}  # also what was told of it a moment ago, in the same call
+                samples.setdefault(update.claim, {}).update(
+                    (index, of | {"sample": index, "payload": payload}) for index, payload in payloads
+                )
                 if update.outcome != "open":
                     held.remove(update.claim)
                     ends.setdefault(update.outcome, []).append(of | _summary(update) | {"now": now})
@@ -182,7 +186,7 @@ class Ledger:
                 "INSERT INTO samples (run, epoch, prompt, sample, payload) "
                 "VALUES (:run, :epoch, :prompt, :sample, :payload) "
                 "ON CONFLICT (run, epoch, prompt, sample) DO UPDATE SET payload = excluded.payload",
-                samples,
+                [values for of_claim in samples.values() for values in of_claim.values()],
             )
             for outcome, values in ends.items():
                 _many(tx, _ENDS[outcome], values)
