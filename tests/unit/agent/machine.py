@@ -35,7 +35,8 @@ from rolloutfleet.kube.lease import LeaseHolder
 from rolloutfleet.plan.observed import Fleet as ObservedFleet
 from rolloutfleet.plan.observed import LeaseView
 from rolloutfleet.plan.training import Training, training_of
-from unit.agent.world import FLEET, SERVER_UID, Cluster, Object
+from stand_ins.kubernetes import Cluster, Object
+from unit.agent.world import FLEET, SERVER_UID
 
 GENERATE = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
 
