@@ -36,15 +36,16 @@ class RemoteReward:
         }
         async with self._places:
             deadline, pause = time.monotonic() + self._seconds, FIRST_PAUSE_SECONDS
-            why: PluginError = PluginTimeout(f"{self._url}: no answer in {self._seconds:g} s")
+            why: PluginError | None = None
             while (left := deadline - time.monotonic()) > 0:
                 try:
                     return await self._once(body, sample, left)
                 except _TryAgain as again:
-                    why = PluginTimeout(f"{self._url}: no reward in {self._seconds:g} s; {again}")
+                    if why is None or time.monotonic() < deadline:  # an attempt that was cut short says less
+                        why = PluginTimeout(f"{self._url}: no reward in {self._seconds:g} s; {again}")
                 await asyncio.sleep(min(pause * random.uniform(0.5, 1), max(deadline - time.monotonic(), 0)))  # noqa: S311
                 pause = min(pause * 2, LAST_PAUSE_SECONDS)
-            raise why
+            raise why or PluginTimeout(f"{self._url}: no answer in {self._seconds:g} s")
 
     async def _once(self, body: Mapping[str, object], sample: Sample, seconds: float) -> float | dict[str, float]:
         limit = aiohttp.ClientTimeout(total=seconds, sock_connect=min(seconds, CONNECT_SECONDS))
