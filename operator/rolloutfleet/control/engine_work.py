@@ -83,9 +83,8 @@ class EngineWork:
             except EngineError as error:
                 logger.warning("%s/%s: %s of pods %s failed: %s", key.namespace, key.name, what, pods, error)
                 if isinstance(error, EngineTimeout):
-                    # Its scheduler is asked nothing else while it is paused: stuck in a collective with a dead
-                    # trainer it would wait for ever.
-                    self._update_probe(pods[0], lambda probe: replace(probe, unhealthy=probe.unhealthy + 1))
+                    # While it is paused its scheduler is asked nothing else.
+                    self._update_probe(pods[0], lambda probe: replace(probe, deaf=probe.deaf + 1))
                 pause = CATCH_UP_PAUSE_SECONDS if what == "catch-up" else RETRY_PAUSE_SECONDS
                 if what == "catch-up":
                     self._store.catch_up_failures[pods[0]] = shorten(str(error))
@@ -124,7 +123,7 @@ class EngineWork:
             checksum=checksum,
             read_under=training_key,
             recheck=False,
-            unhealthy=0,
+            deaf=0,
             loaded_under=training_key if loaded else "",
         )
         self._store.probes[pod_uid] = probe

@@ -132,6 +132,8 @@ class EngineProbe:
     """Nobody listens at its port any more, although a connection of ours stood: its server has ended."""
     unhealthy: int = 0
     """Health checks in a row without an answer, while nobody held the engine."""
+    deaf: int = 0
+    """Times in a row that its scheduler did not say what its weights are, although its server answers."""
     recheck: bool = False
     """Its weights are due to be read again, although nothing says that they changed."""
     drained: str = ""

@@ -42,6 +42,10 @@ NODE_SILENCE = timedelta(seconds=10)
 a kubelet that is down alone takes no engine with it."""
 
 
+DEAF = 2
+"""Each time it has had sglang.CHECKSUM_SECONDS."""
+
+
 def end_of_life(
     view: EngineView, recovery: RecoverySpec, now: datetime, *, held: bool, mass_failure: str
 ) -> Failure | None:
@@ -52,7 +56,7 @@ def end_of_life(
     """
     found = _ended_by_itself(view)
     if found is None and not held and view.role != "Placeholder":
-        found = _lost_node(view, now)
+        found = _lost_node(view, now) or _deaf(view)
         if found is None and not mass_failure:
             found = _seems_dead(view, recovery, now)
     return found
@@ -88,6 +92,16 @@ def _lost_node(view: EngineView, now: datetime) -> Failure | None:
     if view.record.started and (silent is None or now - silent < NODE_SILENCE):
         return None
     return Failure(reason="NodeNotReady", message=f"node {lost.node} is not ready, nor does it answer", pod=lost.name)
+
+
+def _deaf(view: EngineView) -> Failure | None:
+    """Its server answers and its scheduler does not: it stands in a broadcast of a trainer that has died, from which
+    NCCL lets nobody go (measured). All engines of the fleet may, and no cause that they share heals them: so this is
+    no matter of `mass_failure_of`."""
+    if not view.probe.answering or view.probe.deaf < DEAF:
+        return None
+    text = f"answers, but its scheduler did not say what its weights are, {view.probe.deaf} times in a row"
+    return Failure(reason="Hung", message=text, pod=view.pods[0].name)
 
 
 def _seems_dead(view: EngineView, recovery: RecoverySpec, now: datetime) -> Failure | None:

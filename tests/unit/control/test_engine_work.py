@@ -152,7 +152,7 @@ def test_an_adoption_changes_the_label_alone_and_what_was_proved_of_the_weights_
     scene(story)
 
 
-def test_an_engine_whose_scheduler_never_says_what_its_weights_are_counts_as_unhealthy(
+def test_it_is_counted_how_often_a_scheduler_did_not_say_what_its_weights_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It may be stuck in a broadcast of a trainer that died: paused, it is asked for no token."""
@@ -160,7 +160,7 @@ def test_an_engine_whose_scheduler_never_says_what_its_weights_are_counts_as_unh
     monkeypatch.setattr(engine_work, "RETRY_PAUSE_SECONDS", 0.0)
 
     async def story(engine: Engine, store: FleetStore, perform: Perform) -> None:
-        store.probes["pod"] = EngineProbe(answering=True, label=f"0@{FLEET}", unhealthy=1)
+        store.probes["pod"] = EngineProbe(answering=True, label=f"0@{FLEET}", deaf=1)
         freed = asyncio.Event()
 
         async def stuck() -> None:
@@ -168,9 +168,9 @@ def test_an_engine_whose_scheduler_never_says_what_its_weights_are_counts_as_unh
 
         engine.before["weights_checker"] = stuck
         await perform(Verify(pod_uid="pod", url=engine.stand_in.url, training_key="0/0/free"))
-        assert store.probes["pod"].unhealthy == 2
+        assert store.probes["pod"].deaf == 2
         freed.set()
         await perform(Verify(pod_uid="pod", url=engine.stand_in.url, training_key="0/0/free"))
-        assert store.probes["pod"].unhealthy == 0
+        assert store.probes["pod"].deaf == 0
 
     scene(story)

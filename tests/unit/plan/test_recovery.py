@@ -126,6 +126,20 @@ def test_when_most_engines_look_dead_together_none_is_replaced_and_status_says_w
     assert len(world.listed()) == 4
 
 
+def test_schedulers_that_stand_in_the_broadcast_of_a_dead_trainer_are_replaced_however_many_they_are() -> None:
+    world = world_with(replicas=3)
+    before = {pod_of(world, index) for index in range(3)}
+    world.deaf = {world.uid(pod): 1 for pod in before}
+    step(world)
+    assert before <= world.pods.keys()
+    world.deaf = dict.fromkeys(world.deaf, 2)
+    step(world)
+    assert {engine["lastFailure"]["reason"] for engine in world.group_status()["engines"]} == {"Hung"}
+    world.settle()
+    assert before.isdisjoint(world.pods)
+    assert len(world.listed()) == 3
+
+
 def test_one_of_two_engines_that_hangs_is_no_mass_failure() -> None:
     world = world_with(replicas=2)
     world.unhealthy[world.uid(pod_of(world))] = 3

@@ -108,6 +108,8 @@ class World:
         """Engines whose server has ended, as seen by a connection."""
         self.unhealthy: dict[str, int] = {}
         """Health checks in a row without a token, by pod UID."""
+        self.deaf: dict[str, int] = {}
+        """Times in a row that a scheduler did not say what its weights are, by pod UID."""
         self.rechecks: set[str] = set()
         """Engines whose weights are due to be read again."""
         self.nodes: dict[str, bool | None] | None = None
@@ -178,6 +180,7 @@ class World:
             drained=self.drained.get(uid, ""),
             load=self.running.get(uid, 0),
             unhealthy=self.unhealthy.get(uid, 0),
+            deaf=self.deaf.get(uid, 0),
             recheck=uid in self.rechecks,
             paused=uid in self.paused,
             label=label,
