@@ -29,7 +29,7 @@ else
   export KUBECONFIG=$STATE/admin.kubeconfig
   bash tests/cluster/cluster load-image "$IMAGES"/{operator,agent,router,engine-cpu,trainer-example}.tar
   say "trainer library with torch"
-  PYTHONPATH=operator:tests "$ENGINE/bin/python" -m unittest discover -q -s tests/with_torch -t tests/with_torch
+  PYTHONPATH=$PWD/operator:$PWD/tests "$ENGINE/bin/python" -m unittest discover -q -s tests/with_torch -t tests/with_torch
   say "the agent and one real engine"
   ENGINE=$ENGINE MODELS=$MODELS "$dev/bin/python" -m pytest tests/with_engine
 fi

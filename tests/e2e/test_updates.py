@@ -16,6 +16,7 @@ import pytest
 
 from e2e import faults
 from e2e.fleets import (
+    START_SECONDS,
     Trainer,
     TrainerError,
     await_routable,
@@ -215,7 +216,12 @@ def restored(space: Kubectl, trainer: Trainer, version: int, tokens: Any) -> Non
 
 def settled(space: Kubectl, trainer: Trainer) -> int:
     """m0 is served from a checkpoint, by both engines."""
-    await_routable(space, SERVER, 2)
+    eventually(
+        lambda: [(engine["phase"], engine["reason"]) for engine in engines(space, f"{SERVER}-main")],
+        START_SECONDS,
+        "both engines can take part in an update",
+        accept=lambda seen: all(one in (("Serving", ""), ("Stale", "AwaitingUpdate")) for one in seen),
+    )
     version: int = trainer("fleet.update_weights('/weights/m0', timeout=120)")["version"]
     await_routable(space, SERVER, 2, seconds=60)
     return version
