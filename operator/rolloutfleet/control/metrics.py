@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Any, get_args
 
 from aiohttp import web
 from prometheus_client import (
@@ -25,6 +25,7 @@ from prometheus_client import (
 )
 from pydantic import ValidationError
 
+from rolloutfleet.api.rollout_server import Transport
 from rolloutfleet.api.server_group import ServerGroupStatus
 from rolloutfleet.control.store import FleetKey
 from rolloutfleet.plan.recovery_times import STAGES, ends, reached
@@ -35,6 +36,9 @@ PORT = 8081
 PATH = "/metrics"
 
 RECOVERY_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600)
+UPDATE_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+TRANSPORTS = tuple(transport for transport in get_args(Transport) if transport)
+COMMITTED, FAILED = "Committed", "Failed"
 REQUEST_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 COMMON_ENDS = (
@@ -136,6 +140,34 @@ class Metrics:
             registry=self.registry,
         )
 
+        self._updates = Counter(
+            "rolloutfleet_weight_updates",
+            "Weight updates that ended while this process led, by how they ended",
+            ("transport", "outcome"),
+            registry=self.registry,
+        )
+        self._update_seconds = Histogram(
+            "rolloutfleet_weight_update_seconds",
+            "Phases of weight updates up to the commit; paused: engines stood still; total: all of it",
+            ("transport", "phase"),
+            buckets=UPDATE_BUCKETS,
+            registry=self.registry,
+        )
+        self._update_bytes = Counter(
+            "rolloutfleet_weight_update_bytes",
+            "Sent to each engine by trainers; nothing where engines read checkpoints",
+            ("transport",),
+            registry=self.registry,
+        )
+        self._casualties = Counter(
+            "rolloutfleet_weight_update_casualties",
+            "Engines that fell out of weight updates",
+            registry=self.registry,
+        )
+        for transport in TRANSPORTS:
+            for outcome in (COMMITTED, FAILED):
+                self._updates.labels(transport, outcome)
+
     # What the operator tells
 
     def heard(self, kind: str) -> None:
@@ -183,12 +215,30 @@ class Metrics:
             word = self._reason(cause)
             of_group[word] = of_group.get(word, 0) + 1
 
+    def server_seen(self, before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> None:
+        """A RolloutServer was `before` until then; None: it was not known, and neither is what is new."""
+        last = _last_update(after)
+        if before is None or not last or last.get("transaction") == _last_update(before).get("transaction"):
+            return
+        transport = str(last.get("transport", ""))
+        self._updates.labels(transport, COMMITTED if last.get("committed") else FAILED).inc()
+        for phase, seconds in (last.get("seconds") or {}).items():
+            self._update_seconds.labels(transport, phase).observe(seconds)
+        self._update_bytes.labels(transport).inc(last.get("bytes") or 0)
+        self._casualties.inc(last.get("fellOut") or 0)
+
     def asked(self, method: str, path: str, status: int | None, seconds: float) -> None:
         """A question to an engine or a router was answered, or not (status None)."""
         question = ASKED.get((method, path))
         if question is not None:
             paused = question == "ready" and status == HTTPStatus.SERVICE_UNAVAILABLE  # that is an answer
             self.probed(question, seconds, failed=(status is None or status >= HTTPStatus.BAD_REQUEST) and not paused)
+
+
+def _last_update(server: Mapping[str, Any]) -> Mapping[str, Any]:
+    training = (server.get("status") or {}).get("training") or {}
+    last: Mapping[str, Any] = training.get("lastUpdate") or {}
+    return last
 
 
 def _with_news(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[ServerGroupStatus, ServerGroupStatus]:

@@ -194,9 +194,13 @@ class Operator:
             for fleet in self.store.saw_node(body, deleted=kind_of_event == "DELETED"):
                 self._enqueue(fleet)
             return
+        place = self.store.key_of(kind, body)
+        before = self.store.object(place, kind, body["metadata"]["name"]) if place is not None else None
         key = self.store.remove(kind, body) if kind_of_event == "DELETED" else self.store.upsert(kind, body)
         if key is None:
             return
+        if kind == "RolloutServer" and self.term is not None:
+            self._metrics.server_seen(before, body)
         if kind == "Pod" and kind_of_event != "DELETED" and not ends(body):
             if self.term is not None:
                 self.term.soon(key)

@@ -292,6 +292,28 @@ def test_ends_and_stages_are_counted_once_whatever_else_the_status_says() -> Non
     assert found.of("recovery_seconds_bucket")["0.25", "OOMKilled", "replaced"] == 1
 
 
+def test_an_update_is_counted_once_by_how_it_ended_with_its_phases() -> None:
+    def server(transaction: int, **changed: Any) -> dict[str, Any]:
+        last = {"transaction": transaction, "transport": "distributed", "committed": True, "fellOut": 1, "bytes": 100}
+        seconds = {"seconds": {"paused": 0.2, "total": 0.3}}
+        return {"status": {"training": {"lastUpdate": {**last, **seconds, **changed}}}}
+
+    scene = Scene()
+    for before, after in (
+        (None, server(1)),  # what had ended before this process knew of it
+        ({}, server(2)),
+        (server(2), server(2)),
+        (server(2), server(3, committed=False, fellOut=2, bytes=0)),
+    ):
+        scene.metrics.server_seen(before, after)
+    found = scene.scrape()
+    updates = {labels: value for labels, value in found.of("weight_updates_total").items() if value}
+    assert updates == {("Committed", "distributed"): 1, ("Failed", "distributed"): 1}
+    assert found.of("weight_update_seconds_count")["paused", "distributed"] == 2
+    assert found.of("weight_update_bytes_total") == {("distributed",): 100}
+    assert list(found.of("weight_update_casualties_total").values()) == [3]
+
+
 def test_a_rate_can_be_taken_of_the_first_end_and_the_first_recovery() -> None:
     scene = Scene()
     scene.server()

@@ -27,7 +27,7 @@ GUIDE = DOCS / "guides/metrics.md"
 FROM_PROMETHEUS = {"instance", "job", "pod"}
 """Labels that a scrape adds."""
 OURS = {
-    *("namespace", "server", "group", "phase", "reason", "stage"),  # of fleets
+    *("namespace", "server", "group", "phase", "reason", "stage", "transport", "outcome"),  # of fleets
     *("kind", "verb", "resource", "code", "asked", "le"),  # of the operator
 }
 SELECTOR = re.compile(r"\b((?:rolloutfleet|process)_[a-z_]+)(?:\{([^}]*)\})?")
@@ -42,6 +42,8 @@ def exported() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     scene.metrics.api_answered("get", "pods", "200", 0.1)
     scene.metrics.probed("ping", 0.1, failed=True)
     scene.written(ServerGroupStatus(), ServerGroupStatus(engines=(engine(recoveries=(ended(2),)),)))
+    ended_update = {"transaction": 1, "transport": "disk", "seconds": {"total": 1.0}}
+    scene.metrics.server_seen({}, {"status": {"training": {"lastUpdate": ended_update}}})
     text = generate_latest(scene.metrics.registry).decode()
     for family in text_string_to_metric_families(text):
         labels = {label for sample in family.samples for label in sample.labels}
