@@ -207,10 +207,15 @@ class Stopped:
 
 def restored(space: Kubectl, trainer: Trainer, version: int, tokens: Any) -> None:
     """The fleet serves one version and nothing stays paused."""
-    await_routable(space, SERVER, 2)
-    found = engines(space, f"{SERVER}-main")
-    assert [paused(space, engine["pod"]) for engine in found] == [False] * 2
-    assert labels(space) == {label_for(space, SERVER, version)}
+
+    def look() -> Any:
+        found = engines(space, f"{SERVER}-main")
+        phases = [engine["phase"] for engine in found]
+        return phases, [paused(space, engine["pod"]) for engine in found], labels(space)
+
+    wanted = (["Serving"] * 2, [False] * 2, {label_for(space, SERVER, version)})
+    eventually(look, 120, f"version {version} serves everywhere", accept=lambda seen: seen == wanted)
+    await_routable(space, SERVER, 2, seconds=30)
     assert trainer(GREEDY) == tokens
 
 
