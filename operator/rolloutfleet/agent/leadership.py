@@ -28,6 +28,8 @@ class Leadership:
         self._api = api
         self._namespace = namespace
         self._fleet = fleet
+        self._term: int | None = None
+        """The fencing number under which the operation that runs has begun."""
         self.operations = asyncio.Lock()
         """Held by an update, offload or onload: each writes the whole of status.training and pauses engines."""
         self.unasked = False
@@ -55,6 +57,7 @@ class Leadership:
         async def locked() -> Result:
             async with self.operations:
                 self.unasked = unasked
+                self._term = None
                 return await operation
 
         return await asyncio.shield(asyncio.ensure_future(locked()))
@@ -65,6 +68,12 @@ class Leadership:
             holder = self.lease.holder
             text = f"pod {holder} leads it" if holder else "nobody leads it yet; try again in a moment"
             raise conflict("NotLeading", f"this agent does not lead RolloutServer {self._fleet.name}: {text}")
+        if self._term is None:
+            self._term = self.lease.fence
+        elif self._term != self.lease.fence:
+            # It leads again. In between nobody did, and the operator has restored the fleet.
+            text = f"its Lease of RolloutServer {self._fleet.name} ran out in the middle; begin anew"
+            raise conflict("NotLeading", f"this agent has led without a break only since then: {text}")
 
     async def write(self, training: TrainingStatus) -> None:
         """Write our subtree. Raises AgentError when we do not lead any more, ApiError.

@@ -337,6 +337,26 @@ def test_engines_that_know_no_update_sessions_need_none(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
+def test_an_agent_that_lost_its_lease_and_leads_again_does_not_go_on_with_the_update(tmp_path: Path) -> None:
+    """In between the operator has taken the update for dead, and may be loading the old weights."""
+
+    async def story(world: World) -> None:
+        session, told, held = await begin(world)
+        await joined(session, told)
+        await session.send_bucket(SendBucket(tensors=[WEIGHT]))
+        world.lose_the_lease()
+        await world.leadership.lease.acquire()
+        assert world.leadership.lease.valid
+        written = len(world.cluster.written)
+        assert (await refused(session.finish(SenderDone()))).code == "NotLeading"
+        await asyncio.wait({held})
+        await over(world)
+        assert len(world.cluster.written) == written, "nothing is committed"
+        assert generating(world) == [False] * 3, "the operator resumes them"
+
+    play(tmp_path, story)
+
+
 # Refusals
 
 
