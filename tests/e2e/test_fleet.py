@@ -73,7 +73,7 @@ def test_an_applied_server_becomes_ready_and_kubectl_get_says_so(space: Kubectl,
     assert condition["reason"] == "Serving"
     table = space("get", "rolloutservers,servergroups,pods")
     header = table.splitlines()[0].split()
-    assert header == ["NAME", "READY", "ENGINES", "ROUTABLE", "WEIGHTS", "REASON", "AGE"]
+    assert header == ["NAME", "READY", "ENGINES", "ROUTABLE", "WEIGHTS", "SKEW", "REASON", "AGE"]
     for engine in engines(space, GROUP):
         assert engine["phase"] == "Serving"
         space("wait", f"pod/{engine['pod']}", "--for=condition=rolloutfleet.dev/Routable", "--timeout=1s")
@@ -113,7 +113,7 @@ def test_refused_updates_name_the_cause_and_pause_nothing(space: Kubectl, traine
         "fleet.update_weights('/weights/m9')": "no such folder",
         "fleet.update_weights('/models/m1')": "must be a folder below /weights",
         "fleet.update_weights('/weights/../models/m1')": "must be a folder below /weights",
-        "fleet.offload()": "offload is false",
+        "fleet.offload()": "offload: false in every group",
         "fleet.generate([[1]], max_tokens=3)": "max_new_tokens is meant",
     }
     for expression, cause in refusals.items():

@@ -142,12 +142,14 @@ class KubeApi:
         """Everything, read in chunks; of each object what `keep` makes of it, so that a long list need not be held."""
         items: list[Object] = []
         token = ""
+        # In lists of its own kinds Kubernetes leaves out what each object is.
+        what = {"apiVersion": resource.api_version, "kind": resource.kind}
         while True:
             parameters = _selectors(label_selector, field_selector) | {"limit": str(CHUNK)}
             if token:
                 parameters["continue"] = token
             page = await self._request("list", resource.plural, resource.path(namespace), parameters=parameters)
-            items += map(keep, page.get("items") or [])
+            items += [keep({**what, **item}) for item in page.get("items") or []]
             token = page["metadata"].get("continue") or ""
             if not token:
                 return Listed(items=items, resource_version=page["metadata"].get("resourceVersion", ""))

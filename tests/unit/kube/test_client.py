@@ -298,7 +298,8 @@ def test_a_list_is_read_in_chunks_to_its_end() -> None:
         (200, {"metadata": {"resourceVersion": "9"}, "items": [{"n": 2}]}),
     )
     listed = ask(server, lambda api: api.list(POD, namespace="rl", label_selector="a=b", field_selector="c=d"))
-    assert listed.items == [{"n": 1}, {"n": 2}]
+    what = {"apiVersion": "v1", "kind": "Pod"}  # which the server leaves out
+    assert listed.items == [{**what, "n": 1}, {**what, "n": 2}]
     assert listed.resource_version == "9"
     first, second = (query for _, _, query, _, _ in server.requests)
     assert (first["labelSelector"], first["fieldSelector"]) == ("a=b", "c=d")
