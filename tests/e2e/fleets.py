@@ -202,13 +202,16 @@ def ready(kubectl: Kubectl, server: str) -> dict[str, Any]:
 def await_routable(kubectl: Kubectl, server: str, count: int, *, seconds: float = START_SECONDS) -> None:
     def look() -> dict[str, Any]:
         status = kubectl.json("get", "ros", server).get("status", {})
-        return {"engines": status.get("engines"), "conditions": status.get("conditions")}
+        groups = [group for group in kubectl.json("get", "sgrp")["items"] if group["spec"]["server"] == server]
+        told = sum(group.get("status", {}).get("routable", 0) for group in groups)
+        return {"engines": status.get("engines"), "in groups": told, "conditions": status.get("conditions")}
 
     eventually(
         look,
         seconds,
         f"{server} has {count} routable engines",
-        accept=lambda seen: (seen["engines"] or {}).get("routable") == count,
+        # Groups tell of progress up to some seconds later.
+        accept=lambda seen: (seen["engines"] or {}).get("routable") == seen["in groups"] == count,
     )
 
 
