@@ -154,9 +154,7 @@ class Session:
             transaction = self._transaction = self._prepared()
             await transaction.begin()
         except BaseException as error:
-            self._end(self._begun, error)
-            self._end(self._over, error)
-            self._end(self._result, error)
+            self._fail(error)
             raise
         abandoned: AgentError | None = None
         try:
@@ -170,9 +168,7 @@ class Session:
                 await self._closed()
                 result = await transaction.settle(sent_bytes=self._sent_bytes(), abandoned=abandoned)
         except BaseException as error:
-            self._end(self._begun, error)
-            self._end(self._over, error)
-            self._end(self._result, error)
+            self._fail(error)
             raise
         self._result.set_result(result)
 
@@ -449,11 +445,14 @@ class Session:
     def _so_far(self) -> StepResult:
         return StepResult(failed=dict(self._running().errors))
 
-    @staticmethod
-    def _end(future: asyncio.Future[Any], error: BaseException) -> None:
-        if not future.done():
-            future.set_exception(error if isinstance(error, AgentError) else _as_agent_error(error))
-            future.exception()  # told to whoever asks: not a forgotten one
+    def _fail(self, error: BaseException) -> None:
+        """Whoever waits for any part of the update is told."""
+        told = error if isinstance(error, AgentError) else _as_agent_error(error)
+        waited_for: tuple[asyncio.Future[Any], ...] = (self._begun, self._over, self._result)
+        for future in waited_for:
+            if not future.done():
+                future.set_exception(told)
+                future.exception()  # told to whoever asks: not a forgotten one
 
 
 def _as_agent_error(error: BaseException) -> AgentError:

@@ -194,8 +194,7 @@ class Operator:
             for fleet in self.store.saw_node(body, deleted=kind_of_event == "DELETED"):
                 self._enqueue(fleet)
             return
-        place = self.store.key_of(kind, body)
-        before = self.store.object(place, kind, body["metadata"]["name"]) if place is not None else None
+        before = self._known_server(body) if kind == "RolloutServer" else None
         key = self.store.remove(kind, body) if kind_of_event == "DELETED" else self.store.upsert(kind, body)
         if key is None:
             return
@@ -208,6 +207,10 @@ class Operator:
             self._enqueue(key)
             if kind == "Pod" and component_of(body) == COMPONENT_ROUTER and self.term is not None:
                 self.term.prober.look_soon(body["metadata"]["uid"])  # its process may be new, and its table empty
+
+    def _known_server(self, body: dict[str, Any]) -> dict[str, Any] | None:
+        key = self.store.key_of("RolloutServer", body)
+        return self.store.object(key, "RolloutServer", body["metadata"]["name"]) if key is not None else None
 
     def _enqueue(self, key: FleetKey) -> None:
         """A standby only remembers: its first act as the leader is to look at every fleet."""

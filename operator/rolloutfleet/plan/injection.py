@@ -20,6 +20,7 @@ from rolloutfleet.api.names import (
     COMPONENT_TRAINER,
     LABEL_COMPONENT,
 )
+from rolloutfleet.plan.security import restricted
 
 TOKEN_VOLUME = "rolloutfleet-agent-token"
 SCRATCH_VOLUME = "rolloutfleet-agent-tmp"
@@ -135,13 +136,7 @@ def _refuse_taken_names(spec: Mapping[str, Any]) -> None:
 
 
 def _agent(spec: Mapping[str, Any], servers: Mapping[str, str], image: str, pull_policy: str) -> dict[str, Any]:
-    security: dict[str, Any] = {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "runAsNonRoot": True,
-        "capabilities": {"drop": ["ALL"]},
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
+    security = restricted()
     # Where the pod's user is another than root (OpenShift gives arbitrary ones), the agent runs as that user.
     if not (spec.get("securityContext") or {}).get("runAsUser"):
         security |= {"runAsUser": AGENT_USER, "runAsGroup": 0}

@@ -35,6 +35,7 @@ from rolloutfleet.plan.actions import Action, Apply, DeleteObject, Emit
 from rolloutfleet.plan.engine_args import router_arguments
 from rolloutfleet.plan.observed import Fleet, canonical_url
 from rolloutfleet.plan.revision import digest
+from rolloutfleet.plan.security import restricted
 
 
 @dataclass(frozen=True)
@@ -297,13 +298,7 @@ def _router_deployment(server: RolloutServer, defaults: Defaults, *, pairs: bool
             "requests": {"cpu": "100m", "memory": "256Mi"},
             "limits": {"cpu": "2", "memory": "2Gi"},
         },
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "runAsNonRoot": True,
-            "capabilities": {"drop": ["ALL"]},
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": restricted(),
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
     }
     return {

@@ -7,6 +7,7 @@ from typing import Any
 from rolloutfleet.api.common import LocalCopySpec, WeightsSpec
 from rolloutfleet.api.names import WORKER_CONTAINER, WORKER_PORT
 from rolloutfleet.plan.objects import Defaults
+from rolloutfleet.plan.security import restricted
 
 COPY_VOLUME = "rolloutfleet-local-copy"
 COPY_PATH = "/var/lib/rolloutfleet/weights"
@@ -56,11 +57,7 @@ def worker_container(
             "limits": {"cpu": "4", "memory": "2Gi"},
         },
         "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "runAsNonRoot": True,
-            "capabilities": {"drop": ["ALL"]},
-            "seccompProfile": {"type": "RuntimeDefault"},
+            **restricted(),
             **({} if user else {"runAsUser": WORKER_USER, "runAsGroup": 0}),
         },
         "volumeMounts": [
