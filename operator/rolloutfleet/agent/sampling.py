@@ -71,7 +71,7 @@ class Sampler:
         return Generated(groups=groups, seconds=round(time.monotonic() - started, 4))
 
     async def _sample(self, router: RouterClient, empty: Sample, request: Generate, deadline: float) -> Sample:
-        started, attempts, pause, error = time.monotonic(), 0, FIRST_PAUSE_SECONDS, "no attempt was made"
+        started, attempts, pause, error = time.monotonic(), 0, FIRST_PAUSE_SECONDS, ""
 
         def ended(status: SampleStatus, why: str) -> Sample:
             spent = round(time.monotonic() - started, 4)
@@ -109,13 +109,16 @@ class Sampler:
                 error = str(stranger)
                 self._count(stranger)
             except (EngineError, ValueError) as problem:
-                error = str(problem)
+                # That our own time ran out tells less than what went wrong before.
+                if not error or time.monotonic() < deadline:
+                    error = str(problem)
             else:
                 if sample.status != "aborted" and await self._all_committed(sample):
                     return sample
                 error = sample.error or "sampled by weights that were never committed"
             await asyncio.sleep(min(pause, max(deadline - time.monotonic(), 0)))
             pause = min(pause * 2, LAST_PAUSE_SECONDS)
+        error = error or "no attempt was made"
         return ended(SampleStatus.ABORTED, f"not finished in {request.timeout_seconds:g} s: {error}")
 
     def _count(self, stranger: NotOurs) -> None:
