@@ -8,6 +8,8 @@ import signal
 
 from aiohttp import web
 
+from rolloutfleet.agent.collection.collections import Collections
+from rolloutfleet.agent.collection.observer import Observer
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.agent.memory import Memory
@@ -15,6 +17,7 @@ from rolloutfleet.agent.sampling import Sampler
 from rolloutfleet.agent.server import Role, application
 from rolloutfleet.agent.sessions import Sessions
 from rolloutfleet.agent.settings import Settings, load_settings
+from rolloutfleet.agent.store.errors import StoreError
 from rolloutfleet.agent.updates import Updater
 from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.router import RouterClient
@@ -50,13 +53,23 @@ async def run(settings: Settings) -> None:
             pod_uid=settings.pod_uid,
         )
         leadership = Leadership(api=api, namespace=settings.namespace, fleet=fleet, identity=settings.pod_name)
+        sampler = Sampler(fleet=fleet, router=router, engine=engine)
         roles[name] = Role(
             fleet=fleet,
             leadership=leadership,
             updater=Updater(fleet=fleet, leadership=leadership, engine=engine, worker=worker),
             sessions=Sessions(fleet=fleet, leadership=leadership, engine=engine, address=settings.pod_ip),
             memory=Memory(fleet=fleet, leadership=leadership, engine=engine),
-            sampler=Sampler(fleet=fleet, router=router),
+            sampler=sampler,
+            collections=Collections(
+                fleet=fleet,
+                leadership=leadership,
+                sampler=sampler,
+                http=http,
+                agent=settings.pod_name,
+                url=f"http://{settings.host}:{settings.port}/v1/servers/{name}",
+                observer=Observer(),
+            ),
         )
 
     runner = web.AppRunner(application(roles), access_log=None, handler_cancellation=True)
@@ -69,12 +82,17 @@ async def run(settings: Settings) -> None:
     tasks = [asyncio.create_task(role.fleet.watch()) for role in roles.values()]
     tasks += [asyncio.create_task(role.leadership.run()) for role in roles.values()]
     tasks += [asyncio.create_task(role.memory.watch()) for role in roles.values()]
+    tasks += [asyncio.create_task(role.sampler.watch()) for role in roles.values()]
     waiting = asyncio.create_task(stop.wait())
     done, _ = await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
 
     for role in roles.values():
         await role.sessions.abandon("the agent is told to stop")
         await role.updater.finish()
+        try:
+            await role.collections.end()
+        except StoreError as error:
+            logger.warning("collection of %s: %s", role.fleet.name, error)
     for task in (waiting, *tasks):
         task.cancel()
     for role in roles.values():

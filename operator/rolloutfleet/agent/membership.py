@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from rolloutfleet.agent.errors import unavailable
 from rolloutfleet.api.agent import EngineView, FleetState, FleetView
+from rolloutfleet.api.common import EnginePhase
 from rolloutfleet.api.names import API_VERSION
 from rolloutfleet.api.rollout_server import GroupChecksum, RolloutServer, TrainingStatus
 from rolloutfleet.api.server_group import EngineStatus, ServerGroup
@@ -179,6 +180,17 @@ class Fleet:
     def trained_engines(self) -> list[tuple[ServerGroup, EngineStatus]]:
         """Those that have the weights that a trainer updates: encoders hold the vision tower alone."""
         return [(group, engine) for group, engine in self.engines() if group.spec.role not in APART]
+
+    def trained_urls(self) -> list[str]:
+        return [engine.url for _, engine in self.trained_engines() if engine.url]
+
+    def routable_urls(self) -> list[str]:
+        """Of engines that take requests by themselves: a prefill or a decode engine needs the router's pairing."""
+        return [
+            engine.url
+            for group, engine in self.engines()
+            if group.spec.role == "Regular" and engine.phase is EnginePhase.SERVING and engine.url
+        ]
 
     @property
     def routable(self) -> int:

@@ -11,12 +11,14 @@ from typing import TypeVar
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
+from rolloutfleet.agent.collection.collections import Collections
 from rolloutfleet.agent.errors import AgentError, conflict, invalid, unavailable
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.agent.memory import Memory
 from rolloutfleet.agent.sampling import Sampler
 from rolloutfleet.agent.sessions import Session, Sessions
+from rolloutfleet.agent.store.errors import StoreError, as_refusal
 from rolloutfleet.agent.updates import Updater
 from rolloutfleet.api.agent import (
     BeginUpdate,
@@ -31,12 +33,14 @@ from rolloutfleet.api.agent import (
     SendTensors,
     UpdateWeights,
 )
+from rolloutfleet.api.collection import Acknowledge, Collection, Evaluate, LeaseBatch
 from rolloutfleet.kube.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 1 << 30
 READY_POLL_SECONDS = 0.2
+COLLECTION = "/v1/servers/{role}/collection"
 UPDATE = "/v1/servers/{role}/updates/{update}"
 
 Request = TypeVar("Request", bound=BaseModel)
@@ -54,6 +58,7 @@ class Role:
         sessions: Sessions,
         memory: Memory,
         sampler: Sampler,
+        collections: Collections,
     ) -> None:
         self.fleet = fleet
         self.leadership = leadership
@@ -61,6 +66,7 @@ class Role:
         self.sessions = sessions
         self.memory = memory
         self.sampler = sampler
+        self.collections = collections
 
     def view(self) -> FleetView:
         lease = self.leadership.lease
@@ -125,6 +131,22 @@ def application(roles: dict[str, Role]) -> web.Application:
 
         return handle
 
+    async def collection(request: web.Request) -> web.Response:
+        return _answer(await role_of(request).collections.current.view())
+
+    async def end_collection(request: web.Request) -> web.Response:
+        await role_of(request).collections.end()
+        return web.json_response({})
+
+    async def batch(request: web.Request) -> web.Response:
+        current = role_of(request).collections.current
+        body = await current.batch(await _body(request, LeaseBatch))
+        return web.Response(body=body, content_type="application/octet-stream")
+
+    async def complete(request: web.Request) -> web.Response:
+        body = await role_of(request).collections.complete(request.match_info["ticket"], await request.read())
+        return web.Response(body=body, content_type="application/octet-stream")
+
     def operation(
         model: type[Request], perform: Callable[[Role, Request], Awaitable[BaseModel]]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
@@ -151,6 +173,16 @@ def application(roles: dict[str, Role]) -> web.Application:
             web.post(f"{UPDATE}/finish", step(SenderDone, lambda u, b: u.finish(b))),
             web.post("/v1/servers/{role}/offload", operation(MemoryRequest, lambda r, b: r.memory.offload(b))),
             web.post("/v1/servers/{role}/onload", operation(MemoryRequest, lambda r, b: r.memory.onload(b))),
+            web.put(COLLECTION, operation(Collection, lambda r, b: r.collections.begin(b))),
+            web.get(COLLECTION, collection),
+            web.delete(COLLECTION, end_collection),
+            web.post(f"{COLLECTION}/batches", batch),
+            web.post(
+                f"{COLLECTION}/acknowledge",
+                operation(Acknowledge, lambda r, b: r.collections.current.acknowledge(b)),
+            ),
+            web.post(f"{COLLECTION}/evaluate", operation(Evaluate, lambda r, b: r.collections.evaluate(b))),
+            web.post(f"{COLLECTION}/complete/{{ticket}}", complete),
         ]
     )
     return app
@@ -178,6 +210,9 @@ async def _errors_as_json(
     except AgentError as error:
         body = ErrorBody(code=error.code, message=error.message, details=error.details)
         status = error.status
+    except StoreError as error:
+        refusal = as_refusal(error)
+        body, status = ErrorBody(code=refusal.code, message=refusal.message), refusal.status
     except ApiError as error:
         body = ErrorBody(code="KubernetesApi", message=error.message)
         status = 502

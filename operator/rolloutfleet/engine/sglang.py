@@ -156,6 +156,12 @@ class EngineClient(HttpPeer):
     async def abort_all(self, *, seconds: float = CONTROL_SECONDS) -> None:
         await self._call("POST", "/abort_request", seconds=seconds, body={"abort_all": True})
 
+    async def abort(self, prefix: str, *, seconds: float = FLAG_SECONDS) -> None:
+        """Requests whose id begins so end with finish reason abort and the tokens that they have."""
+        if not prefix:
+            raise ValueError("prefix: empty, which SGLang ignores")
+        await self._call("POST", "/abort_request", seconds=seconds, body={"rid": prefix})
+
     async def flush_cache(self, *, wait_seconds: int = 0) -> None:
         """Drop the KV cache. Refused (400) unless idle; with `wait_seconds` the engine waits for idleness that long.
         After pause('retract') call it without waiting."""

@@ -9,28 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from enum import StrEnum
+
+from rolloutfleet.api.collection import Estimator
 
 SAME_STD = 1e-6
 EPSILON = 1e-6
 """Added to a standard deviation that is divided by, as in slime."""
 
 Rewards = Sequence[float | None]
-
-
-class Estimator(StrEnum):
-    GRPO = "grpo"
-    """Within the group: minus mean, by standard deviation (n - 1). GSPO and CISPO take the same; they differ in the
-    loss."""
-    DR_GRPO = "dr_grpo"
-    """Within the group: minus mean."""
-    RLOO = "rloo"
-    """Within the group: minus the mean of the others (leave one out)."""
-    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
-    """Over the whole batch: minus mean, by standard deviation (n)."""
-    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
-    """Within the group: minus mean; then over the batch as REINFORCE++."""
-    RAW = "raw"
 
 
 NEEDS_GROUPS = frozenset(Estimator) - {Estimator.REINFORCE_PLUS_PLUS, Estimator.RAW}

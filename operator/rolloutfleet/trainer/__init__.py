@@ -8,6 +8,14 @@
     path = save_checkpoint(model, "/weights", version=1, base="/models/m0")
     fleet.update_weights(path, version=1)
 
+Samples of a whole run, each prompt of the data set once, whoever dies meanwhile:
+
+    run = fleet.collect(run="grpo-1", store="/runs/grpo-1.sqlite", data={"path": "/data/train.jsonl"}, step=step,
+                        groups_per_step=32, n=8, reward="judges:score", sampling_params={"max_new_tokens": 1024})
+    for batch in run.batches(step + 1):
+        ...                        # train on batch.packed(), update weights, save a checkpoint
+        run.acknowledge(batch.step)
+
 or, where engines keep a copy (spec.weights.localCopy), with what has changed alone:
 
     writer = DeltaWriter("/weights", base="/models/m0")
@@ -27,6 +35,7 @@ from rolloutfleet.api.agent import (
 from rolloutfleet.api.samples import Sample, SampleGroup, SampleStatus, VersionSpan
 from rolloutfleet.trainer.checkpoints import prune_checkpoints, save_checkpoint
 from rolloutfleet.trainer.client import Fleet, connect
+from rolloutfleet.trainer.collecting import SampleCollection, StepBatch
 from rolloutfleet.trainer.deltas import DeltaWriter, SavedVersion
 from rolloutfleet.trainer.errors import AgentUnreachable, FleetError, NonFiniteWeights, NotReady, Refused
 from rolloutfleet.trainer.groups import GroupError
@@ -45,10 +54,12 @@ __all__ = [
     "NotReady",
     "Refused",
     "Sample",
+    "SampleCollection",
     "SampleGroup",
     "SampleStatus",
     "SamplingParams",
     "SavedVersion",
+    "StepBatch",
     "UpdateResult",
     "VersionSpan",
     "connect",

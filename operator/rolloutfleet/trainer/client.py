@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -25,8 +26,10 @@ from rolloutfleet.api.agent import (
     UpdateResult,
     UpdateWeights,
 )
+from rolloutfleet.api.collection import Collection, Evaluate, Evaluated
 from rolloutfleet.api.names import AGENT_PORT
 from rolloutfleet.api.samples import SampleGroup
+from rolloutfleet.trainer.collecting import SampleCollection
 from rolloutfleet.trainer.errors import AgentUnreachable, NotReady, Refused
 from rolloutfleet.trainer.sending import Senders, SendingOptions, send
 from rolloutfleet.trainer.tensors import Tensors
@@ -109,6 +112,24 @@ class Fleet:
             )
         return self.call("POST", "generate", Generated, body=request, seconds=timeout + GRACE_SECONDS).groups
 
+    def collect(self, *, trainer: str | None = None, **fields: Any) -> SampleCollection:
+        """Have samples collected for a training run: `fields` are those of rolloutfleet.api.collection.Collection.
+
+        `trainer`: name of this life of the trainer, the same in all of its processes and in no other life. Default: a
+        new one, for a trainer of one process. Raises Refused: then nothing is collected.
+        """
+        with _bad_request_refused():
+            asked = Collection.model_validate({"trainer": trainer or uuid.uuid4().hex, **fields})
+        collection = SampleCollection(self, asked)
+        collection.begin()
+        return collection
+
+    def evaluate(self, *, timeout: float = 3600.0, **fields: Any) -> Evaluated:
+        """Sample a data set once: `fields` are those of rolloutfleet.api.collection.Evaluate."""
+        with _bad_request_refused():
+            asked = Evaluate.model_validate({"timeout_seconds": timeout, **fields})
+        return self.call("POST", "collection/evaluate", Evaluated, body=asked, seconds=timeout + GRACE_SECONDS)
+
     def update_weights(
         self,
         weights: str | os.PathLike[str] | Tensors,
@@ -169,6 +190,14 @@ class Fleet:
         seconds: float = CALL_SECONDS,
     ) -> Answer:
         """One request of the agent about this fleet; `path` below /v1/servers/ROLE. From any thread."""
+        content = self.ask(method, path, body=body, seconds=seconds)
+        try:
+            return answer.model_validate_json(content)
+        except ValidationError as error:
+            raise Refused(f"{method} {path}: not the agent's answer: {error}", code="Http") from error
+
+    def ask(self, method: str, path: str, *, body: BaseModel | None = None, seconds: float = CALL_SECONDS) -> bytes:
+        """As `call`, with the answer as it comes."""
         path = f"/v1/servers/{self.role}/{path}".rstrip("/")
         content = body.model_dump_json(exclude_none=True) if body is not None else None
         headers = {"Content-Type": "application/json"} if content is not None else {}
@@ -183,10 +212,7 @@ class Fleet:
                 code="AgentUnreachable",
             ) from error
         if response.is_success:
-            try:
-                return answer.model_validate_json(response.content)
-            except ValidationError as error:
-                raise Refused(f"{method} {path}: not the agent's answer: {error}", code="Http") from error
+            return response.content
         try:
             told = ErrorAnswer.model_validate_json(response.content).error
         except ValidationError:

@@ -23,6 +23,8 @@ from aiohttp import web
 
 from api_server.control_plane import control_plane
 from gpu.engines import Engine
+from rolloutfleet.agent.collection.collections import Collections
+from rolloutfleet.agent.collection.observer import Observer
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.agent.memory import Memory
@@ -125,6 +127,7 @@ async def agent(api: kube.KubeApi, engines: Sequence[Engine], mount: Path) -> As
 
     fleet = Fleet(api=api, namespace=NAMESPACE, role="actor", name=SERVER, pod_name="train", pod_uid="train")
     leadership = Leadership(api=api, namespace=NAMESPACE, fleet=fleet, identity="train")
+    sampler = Sampler(fleet=fleet, router=lambda url: RouterClient(url, http=http), engine=engine)
     role = Role(
         fleet=fleet,
         leadership=leadership,
@@ -136,7 +139,16 @@ async def agent(api: kube.KubeApi, engines: Sequence[Engine], mount: Path) -> As
         ),
         sessions=Sessions(fleet=fleet, leadership=leadership, engine=engine, address="127.0.0.1"),
         memory=Memory(fleet=fleet, leadership=leadership, engine=engine),
-        sampler=Sampler(fleet=fleet, router=lambda url: RouterClient(url, http=http)),
+        sampler=sampler,
+        collections=Collections(
+            fleet=fleet,
+            leadership=leadership,
+            sampler=sampler,
+            http=http,
+            agent="train",
+            url="http://127.0.0.1:1/v1/servers/actor",
+            observer=Observer(),
+        ),
     )
     runner = web.AppRunner(application({"actor": role}), access_log=None, handler_cancellation=True)
     await runner.setup()

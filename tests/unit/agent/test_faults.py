@@ -11,8 +11,9 @@ import pytest
 from aiohttp import ClientSession, ClientTimeout, web
 
 from rolloutfleet.agent import leadership
+from rolloutfleet.agent.answers import sample_of
 from rolloutfleet.agent.memory import Memory
-from rolloutfleet.agent.sampling import CONCURRENCY_PER_ENGINE, Sampler, sample_of
+from rolloutfleet.agent.sampling import Sampler
 from rolloutfleet.agent.server import Role, application
 from rolloutfleet.api.agent import MemoryRequest, UpdateWeights
 from rolloutfleet.api.samples import Sample
@@ -23,6 +24,7 @@ from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.kube import client as client_module
 from rolloutfleet.kube.client import POD
 from rolloutfleet.kube.errors import ApiError, Unreachable
+from rolloutfleet.plan.concurrency import FIRST_PER_ENGINE
 from rolloutfleet.plan.injection import inject
 from rolloutfleet.trainer.client import Fleet
 from rolloutfleet.trainer.errors import FleetError, Refused
@@ -117,8 +119,8 @@ class Stuck(RouterClient):
 
 def test_samples_that_waited_for_a_slot_do_not_get_their_time_once_more(tmp_path: Path) -> None:
     async def story(world: World) -> None:
-        sampler = Sampler(fleet=world.fleet, router=lambda url: Stuck(url, http=world.http))
-        generated = await sampler.generate(request([[1]], n=CONCURRENCY_PER_ENGINE + 5, timeout_seconds=0.3))
+        sampler = Sampler(fleet=world.fleet, router=lambda url: Stuck(url, http=world.http), engine=world.client)
+        generated = await sampler.generate(request([[1]], n=FIRST_PER_ENGINE + 5, timeout_seconds=0.3))
         assert {sample.status for sample in generated.groups[0].samples} == {"aborted"}
         assert generated.seconds < 0.55, "0.6 s: the last five were given 0.3 s after they had waited 0.3 s"
 
@@ -167,13 +169,15 @@ def test_a_trainer_that_hangs_up_ends_its_requests_at_the_router(tmp_path: Path)
         async with await asyncio.start_server(listen, "127.0.0.1", 0) as server:
             router = StandIn.always(200, {})
             router.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            sampler = await with_router(world, router)
             role = Role(
                 fleet=world.fleet,
                 leadership=world.leadership,
                 updater=world.updater,
                 sessions=world.sessions,
                 memory=Memory(fleet=world.fleet, leadership=world.leadership, engine=world.client),
-                sampler=await with_router(world, router),
+                sampler=sampler,
+                collections=world.collections(sampler),
             )
             # As in agent/__main__.py; without handler_cancellation aiohttp lets the handler run on.
             runner = web.AppRunner(application({"actor": role}), access_log=None, handler_cancellation=True)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rolloutfleet.agent.sampling import sample_of
+from rolloutfleet.agent.answers import sample_of
 from rolloutfleet.api.agent import Generate
 from rolloutfleet.api.samples import PrefixCacheInfo, Sample, SpecInfo, Timings, VersionSpan
 from unit.agent.world import ABORT, FLEET, answer, signed

@@ -11,10 +11,11 @@ import pytest
 
 from rolloutfleet.agent import sampling
 from rolloutfleet.agent.errors import AgentError
-from rolloutfleet.agent.sampling import CONCURRENCY_PER_ENGINE, Sampler
+from rolloutfleet.agent.sampling import Sampler
 from rolloutfleet.api.agent import Generate, SamplingParams
 from rolloutfleet.engine.errors import EngineUnreachable
 from rolloutfleet.engine.router import RouterClient
+from rolloutfleet.plan.concurrency import FIRST_PER_ENGINE
 from unit.agent.world import ABORT, World, answer, fleet_on_loopback, signed
 from unit.engine.stand_in import Answer, Answering, Asked, HangUp, StandIn
 
@@ -57,7 +58,11 @@ async def with_router(world: World, router: StandIn) -> Sampler:
     body = world.cluster.seen("rolloutservers", "qwen")
     body["status"]["router"] = {"url": router.url}
     world.cluster.put("rolloutservers", body)
-    return Sampler(fleet=world.fleet, router=lambda url: RouterClient(url, http=world.http))
+    return sampler_of(world)
+
+
+def sampler_of(world: World) -> Sampler:
+    return Sampler(fleet=world.fleet, router=lambda url: RouterClient(url, http=world.http), engine=world.client)
 
 
 def sampled(
@@ -165,7 +170,7 @@ def test_a_router_that_does_not_listen_yet_is_tried_again(tmp_path: Path, quick:
     async def scenario() -> None:
         async with fleet_on_loopback(tmp_path, 1) as world, StandIn.always(200, answer([7])) as router:
             await with_router(world, router)
-            sampler = Sampler(fleet=world.fleet, router=lambda url: Hesitant(url, http=world.http))
+            sampler = Sampler(fleet=world.fleet, router=lambda url: Hesitant(url, http=world.http), engine=world.client)
             ((sample,),) = [group.samples for group in (await sampler.generate(request([[1]]))).groups]
             assert (sample.status, sample.attempts) == ("truncated", 3)
 
@@ -314,15 +319,15 @@ def test_no_more_requests_run_at_once_than_the_routable_engines_bear(tmp_path: P
         nonlocal inside, most
         inside += 1
         most = max(most, inside)
-        if inside == CONCURRENCY_PER_ENGINE:
+        if inside == FIRST_PER_ENGINE:
             full.set()
         await full.wait()
         inside -= 1
         return 200, answer([1])
 
-    groups = sampled(tmp_path, StandIn(crowded), request([[1]], n=CONCURRENCY_PER_ENGINE + 20))
-    assert most == CONCURRENCY_PER_ENGINE
-    assert [sample.status for sample in groups[0]] == ["truncated"] * (CONCURRENCY_PER_ENGINE + 20)
+    groups = sampled(tmp_path, StandIn(crowded), request([[1]], n=FIRST_PER_ENGINE + 20))
+    assert most == FIRST_PER_ENGINE
+    assert [sample.status for sample in groups[0]] == ["truncated"] * (FIRST_PER_ENGINE + 20)
 
 
 def test_a_caller_that_goes_away_closes_the_connections_to_the_router(tmp_path: Path, quick: None) -> None:
@@ -369,7 +374,9 @@ def test_without_a_server_or_a_router_the_request_is_refused(
     async def scenario() -> None:
         async with fleet_on_loopback(tmp_path, 1) as world:
             prepare(world)
-            sampler = Sampler(fleet=world.fleet, router=lambda url: RouterClient(url, http=world.http))
+            sampler = Sampler(
+                fleet=world.fleet, router=lambda url: RouterClient(url, http=world.http), engine=world.client
+            )
             with pytest.raises(AgentError) as refusal:
                 await sampler.generate(request([[1]]))
             assert (refusal.value.code, refusal.value.status) == (code, 503)

@@ -11,10 +11,13 @@ from typing import Any, cast
 
 import pytest
 
+from rolloutfleet.agent.collection.collections import Collections
+from rolloutfleet.agent.collection.observer import Observer
 from rolloutfleet.agent.errors import AgentError
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.agent.memory import Memory
+from rolloutfleet.agent.sampling import Sampler
 from rolloutfleet.agent.sessions import Sessions
 from rolloutfleet.agent.updates import Updater
 from rolloutfleet.api.agent import UpdateWeights
@@ -169,6 +172,17 @@ class World:
     def worker(self, url: str) -> WorkerClient:
         """The engines' stand-ins answer for the workers beside them."""
         return WorkerClient(url, http=self.http)
+
+    def collections(self, sampler: Sampler, url: str = "http://127.0.0.1:1/v1/servers/actor") -> Collections:
+        return Collections(
+            fleet=self.fleet,
+            leadership=self.leadership,
+            sampler=sampler,
+            http=self.http,
+            agent="train",
+            url=url,
+            observer=Observer(),
+        )
 
     def keep_copies(self) -> None:
         """From now on engines load what the workers beside them copy."""

@@ -14,7 +14,7 @@ import pytest
 from chaos.trainer import safetensors
 from e2e import stand_in_engine
 from e2e.stand_in_engine import Engine, LanguageServer, Server, expected_tokens
-from rolloutfleet.agent.sampling import sample_of
+from rolloutfleet.agent.answers import sample_of
 from rolloutfleet.api.samples import Sample
 from rolloutfleet.engine.errors import EngineRefused
 from rolloutfleet.engine.http import Http

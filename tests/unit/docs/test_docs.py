@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from rolloutfleet.agent.store.errors import StoreBusy, StoreDamaged, StoreUnwritable
 from rolloutfleet.api.agent import FleetState
 from rolloutfleet.api.names import API_VERSION
 from rolloutfleet.api.rollout_server import RolloutServer
@@ -172,8 +173,19 @@ REASONS = {
 }
 """Expressions that stand for a reason and are no literal, and what they can be."""
 
-CODE_MODULES = [*sorted((CODE / "agent").glob("*.py")), CODE / "trainer/client.py"]
-CODES = {"self.state.value": [state.value for state in FleetState if state is not FleetState.CONNECTED]}
+CODE_MODULES = [
+    *sorted((CODE / "agent").glob("*.py")),
+    *sorted((CODE / "agent/collection").glob("*.py")),
+    CODE / "agent/store/errors.py",
+    CODE / "trainer/client.py",
+    CODE / "trainer/collecting.py",
+]
+CODES = {
+    "self.state.value": [state.value for state in FleetState if state is not FleetState.CONNECTED],
+    "type(error).__name__": [kind.__name__ for kind in (StoreBusy, StoreDamaged, StoreUnwritable)],
+    "refusal.code": (),  # said where the refusal is made
+    "failure.code": (),
+}
 
 
 def explained(column: str, *, in_kubernetes_words: bool = False) -> set[str]:

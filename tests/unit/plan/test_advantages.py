@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolloutfleet.plan.advantages import EPSILON, NEEDS_GROUPS, Estimator, advantages, by_fragment, check, same
+from rolloutfleet.api.collection import Estimator
+from rolloutfleet.plan.advantages import EPSILON, NEEDS_GROUPS, advantages, by_fragment, check, same
 
 REWARD = st.none() | st.floats(-1e6, 1e6)
 GROUPS = st.lists(st.lists(REWARD, max_size=6), max_size=4)

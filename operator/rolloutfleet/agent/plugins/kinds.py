@@ -28,6 +28,13 @@ class Kind(StrEnum):
     """(samples of one prompt) -> whether to keep them: a bool, or Verdict"""
     SAMPLE_HOOK = "sample_hook"
     """(sample) -> the sample, changed or not; None: as it was"""
+    BUFFER_FILTER = "buffer_filter"
+    """(finished groups that no step has yet, as store.handover.Offer, oldest first; how many the step takes) -> the
+    positions of those that may be taken, the best first"""
+    TOKENIZE = "tokenize"
+    """(folder, prompts: each a text or messages) -> token ids for each"""
+    DETOKENIZE = "detokenize"
+    """(folder, lists of token ids) -> a text for each"""
     POST_PROCESS = "post_process"
     """(groups of samples) -> for each group an advantage for each sample"""
 
@@ -75,6 +82,25 @@ def _filter(result: Any, *_: Any) -> Verdict:
     return result
 
 
+def _buffer_filter(result: Any, offers: Sequence[Any], *_: Any) -> list[int]:
+    good = isinstance(result, list | tuple) and all(type(each) is int and 0 <= each < len(offers) for each in result)
+    if not good or len({*result}) != len(result):
+        raise WrongAnswer(f"different positions below {len(offers)} are needed: {_shown(result)}")
+    return list(result)
+
+
+def _tokenize(result: Any, _: str, prompts: Sequence[Any]) -> list[list[int]]:
+    if not isinstance(result, list | tuple) or len(result) != len(prompts):
+        raise WrongAnswer(f"a list of {len(prompts)} lists of token ids is needed: {_shown(result)}")
+    return [[int(token) for token in tokens] for tokens in result]
+
+
+def _detokenize(result: Any, _: str, responses: Sequence[Any]) -> list[str]:
+    if not isinstance(result, list | tuple) or len(result) != len(responses):
+        raise WrongAnswer(f"a list of {len(responses)} texts is needed: {_shown(result)}")
+    return [str(text) for text in result]
+
+
 def _sample_hook(result: Any, sample: Sample) -> Sample:
     if result is None:
         return sample
@@ -114,7 +140,15 @@ _CHECKS: dict[Kind, Callable[..., Any]] = {
     Kind.GROUP_REWARD: _group_reward,
     Kind.FILTER: _filter,
     Kind.SAMPLE_HOOK: _sample_hook,
+    Kind.BUFFER_FILTER: _buffer_filter,
+    Kind.TOKENIZE: _tokenize,
+    Kind.DETOKENIZE: _detokenize,
     Kind.POST_PROCESS: _post_process,
 }
-ARGUMENTS = {kind: 3 if kind is Kind.GENERATE else 1 for kind in Kind}
+ARGUMENTS = dict.fromkeys(Kind, 1) | {
+    Kind.GENERATE: 3,
+    Kind.BUFFER_FILTER: 2,
+    Kind.TOKENIZE: 2,
+    Kind.DETOKENIZE: 2,
+}
 """How much a function of each kind is called with."""

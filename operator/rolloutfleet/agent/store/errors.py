@@ -10,6 +10,8 @@ StoreError
 
 from __future__ import annotations
 
+from rolloutfleet.agent.errors import AgentError, conflict, unavailable
+
 
 class StoreError(Exception):
     pass
@@ -33,3 +35,12 @@ class Fenced(StoreError):
 
 class Refused(StoreError):
     pass
+
+
+def as_refusal(error: StoreError) -> AgentError:
+    """What the agent answers with. 503: the same request may be made again."""
+    if isinstance(error, Fenced):
+        return conflict("Fenced", str(error))
+    if isinstance(error, Refused):
+        return conflict("StoreRefused", str(error))
+    return unavailable(type(error).__name__, str(error))

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rolloutfleet.agent.store.codec import decode
 from rolloutfleet.agent.store.database import Database, Transaction
 from rolloutfleet.agent.store.errors import Fenced, Refused
-from rolloutfleet.agent.store.ledger import FORGET, THIS, PromptId
+from rolloutfleet.agent.store.ledger import FORGET, THIS, PromptId, stored
 from rolloutfleet.api.samples import Sample
 
 
@@ -80,8 +79,8 @@ class Handover:
     def lease(
         self, step: int, *, groups: int, minimum: int | None = None, oldest_version: int = 0, choose: Choose = tuple
     ) -> list[PromptId] | None:
-        """The batch of `step`: the one that it has, or a new one of up to `groups` groups, first finished first. None
-        where fewer than `minimum` (default: `groups`) are there, or would be after `choose`.
+        """The batch of `step`: the one that it has, or a new one of what `choose` takes of up to `groups` groups, first
+        finished first. None where fewer than `minimum` (default: `groups`) are there, or would be after `choose`.
 
         Groups with trained tokens of weights before `oldest_version` are not handed out but generated again.
         """
@@ -94,13 +93,7 @@ class Handover:
             if step <= max(leased, acknowledged):
                 raise Refused(f"step {step}: steps up to {max(leased, acknowledged)} have had their batches")
             self._restart_stale(tx, oldest_version)
-            rows = tx.run(
-                "SELECT epoch, prompt, samples, tokens, oldest_version FROM prompts "
-                f"WHERE run = :run AND state = 'finished' {_ORDER} LIMIT :groups {{skip_locked}}",
-                run=self._key["run"],
-                groups=groups,
-            )
-            chosen = choose([Offer(PromptId(*row[:2]), *row[2:]) for row in rows])
+            chosen = choose(self._offers(tx, groups, " {skip_locked}"))
             if not chosen or len(chosen) < (groups if minimum is None else minimum):
                 return None
             tx.run_many(
@@ -109,6 +102,21 @@ class Handover:
             )
             tx.run(f"UPDATE consumers SET leased_step = :step {_OF}", **at)
             return [offer.id for offer in chosen]
+
+    def offers(self, most: int) -> list[Offer]:
+        """Finished groups that no step has yet, first finished first."""
+        with self._database.transaction() as tx:
+            self._current(tx)
+            return self._offers(tx, most)
+
+    def _offers(self, tx: Transaction, most: int, lock: str = "") -> list[Offer]:
+        rows = tx.run(
+            "SELECT epoch, prompt, samples, tokens, oldest_version FROM prompts "
+            f"WHERE run = :run AND state = 'finished' {_ORDER} LIMIT :most{lock}",
+            run=self._key["run"],
+            most=most,
+        )
+        return [Offer(PromptId(*row[:2]), *row[2:]) for row in rows]
 
     def _restart_stale(self, tx: Transaction, oldest_version: int) -> None:
         # Those alone that no other consumer is taking at this moment: its batch needs their samples.
@@ -140,7 +148,7 @@ class Handover:
             raise Refused(f"step {step}: it has no batch, or its samples were deleted when a later one was trained")
         groups: dict[PromptId, list[Sample]] = {}
         for epoch, prompt, payload in rows:
-            groups.setdefault(PromptId(epoch, prompt), []).append(decode(bytes(payload)))
+            groups.setdefault(PromptId(epoch, prompt), []).append(stored(payload))
         return [Group(id, samples) for id, samples in groups.items()]
 
     def acknowledge(self, step: int) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from rolloutfleet.agent.store.codec import decode, encode
 from rolloutfleet.agent.store.database import Database, Transaction, Values
-from rolloutfleet.agent.store.errors import Fenced, Refused
+from rolloutfleet.agent.store.errors import Fenced, Refused, StoreDamaged
+from rolloutfleet.api.sample_codec import DamagedSample, decode, encode
 from rolloutfleet.api.samples import Sample, SampleStatus
 from rolloutfleet.plan.stitching import oldest_version
 
@@ -152,7 +152,7 @@ class Ledger:
                     epoch=id.epoch,
                     prompt=id.prompt,
                 )
-                found[id] = [decode(bytes(payload)) for (payload,) in rows]
+                found[id] = [stored(payload) for (payload,) in rows]
         return found
 
     def save(self, updates: Sequence[GroupUpdate]) -> list[Claim]:
@@ -191,6 +191,14 @@ class Ledger:
             for outcome, values in ends.items():
                 _many(tx, _ENDS[outcome], values)
         return lost
+
+    def finished(self) -> int:
+        """Groups of the run that no step has yet."""
+        with self._database.transaction() as tx:
+            ((count,),) = tx.run(
+                "SELECT count(*) FROM prompts WHERE run = :run AND state = 'finished'", run=self.run.name
+            )
+        return int(count)
 
     def keep_alive(self) -> None:
         """To be called well within the session's seconds, by agents that share a run. Raises Fenced."""
@@ -255,6 +263,14 @@ class Ledger:
 
     def _of(self, id: PromptId) -> dict[str, object]:
         return {"run": self.run.name, "epoch": id.epoch, "prompt": id.prompt, "session": self._session}
+
+
+def stored(payload: bytes) -> Sample:
+    """Raises StoreDamaged."""
+    try:
+        return decode(bytes(payload))
+    except DamagedSample as error:
+        raise StoreDamaged(f"the store: {error}") from error
 
 
 def _encoded(update: GroupUpdate) -> list[tuple[int, bytes]]:

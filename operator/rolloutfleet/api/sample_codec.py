@@ -1,4 +1,5 @@
-"""A sample as bytes: what is long as arrays, the rest as JSON, and a checksum over both.
+"""A sample as bytes, in the store and on the way to the trainer: what is long as arrays, the rest as JSON, and a
+checksum over both.
 
 Layout, little-endian: checksum of the rest (u32), length of the JSON (u32), JSON, prompt tokens (i32), response tokens
 (i32), log-probs (f32, or f64 where f32 would change one), loss mask (a byte a token; left out where all are 1).
@@ -15,8 +16,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rolloutfleet.agent.store.errors import StoreDamaged
 from rolloutfleet.api.samples import Sample
+
+
+class DamagedSample(Exception):
+    """What was read is not what was written."""
+
 
 _HEAD = struct.Struct("<II")
 _ARRAYS = {"prompt_tokens", "response_tokens", "rollout_log_probs", "loss_mask"}
@@ -44,11 +49,11 @@ def encode(sample: Sample) -> bytes:
 
 
 def decode(payload: bytes) -> Sample:
-    """Raises StoreDamaged."""
+    """Raises DamagedSample."""
     try:
         checksum, length = _HEAD.unpack_from(payload)
         if zlib.crc32(payload[4:]) != checksum:
-            raise StoreDamaged("a sample in the store is damaged: its checksum is wrong")
+            raise DamagedSample("a sample is damaged: its checksum is wrong")
         at = _HEAD.size + length
         header = json.loads(payload[_HEAD.size : at])
         fields = header["sample"]
@@ -68,7 +73,7 @@ def decode(payload: bytes) -> Sample:
             fields[name], at = values.tolist(), end
         return Sample.model_validate(fields)
     except (struct.error, ValueError, KeyError, TypeError, ValidationError) as error:
-        raise StoreDamaged(f"a sample in the store cannot be read: {type(error).__name__} {error}") from error
+        raise DamagedSample(f"a sample cannot be read: {type(error).__name__} {error}") from error
 
 
 def _little(values: array[Any]) -> bytes:

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolloutfleet.agent.store.codec import decode, encode
-from rolloutfleet.agent.store.errors import StoreDamaged
+from rolloutfleet.api.sample_codec import DamagedSample, decode, encode
 from rolloutfleet.api.samples import Sample, SampleStatus, VersionSpan
 from unit.store.world import sample
 
@@ -51,7 +50,7 @@ def test_a_sample_comes_back_as_it_was(made: Sample) -> None:
 def test_a_changed_byte_is_noticed(made: Sample, data: st.DataObject) -> None:
     payload = bytearray(encode(made))
     payload[data.draw(st.integers(0, len(payload) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    with pytest.raises(StoreDamaged):
+    with pytest.raises(DamagedSample):
         decode(bytes(payload))
 
 
