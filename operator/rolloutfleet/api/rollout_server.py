@@ -68,6 +68,10 @@ class GroupSpec(Model):
             "colocation.resourceClaim: must contain {rank} for an engine of several nodes, since a claim's GPUs are on "
             "one node",
         ),
+        Rule(
+            "!has(self.colocation) || self.rollingUpdate.maxSurge == 0",
+            "rollingUpdate.maxSurge: must be 0 with colocation, since one engine more finds no GPUs of the trainer's",
+        ),
     )
 
     name: Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$", max_length=40)]

@@ -139,6 +139,7 @@ colocated_groups = st.fixed_dictionaries(
     {
         "role": st.sampled_from(("Regular", "Encoder", "Placeholder")),
         "engine": st.fixed_dictionaries({"nodes": st.integers(1, 2)}),
+        "rollingUpdate": rolling,
     },
     optional={
         "replicas": st.integers(0, 3),
@@ -270,6 +271,11 @@ TWINS = (
     Twin("colocation.request: of which", colocations, lambda c: "request" not in c or "resourceClaim" in c),
     Twin("colocation.request, or resourceClaim", colocated_groups, every_engine_has_its_gpus),
     Twin("colocation.resourceClaim: must contain {rank}", colocated_groups, every_node_has_its_claim),
+    Twin(
+        "rollingUpdate.maxSurge: must be 0 with colocation",
+        colocated_groups,
+        lambda group: "colocation" not in group or group["rollingUpdate"]["maxSurge"] == 0,
+    ),
     Twin("groups: of engine.tensorParallel", shaped_groups, tensors_pair),
     Twin("groups: engine.pipelineParallel of a Decode", shaped_groups, pipelines_pair),
     Twin("groups: role Encoder serves", role_groups, encoders_have_users),
@@ -284,7 +290,11 @@ TWINS = (
         copying_fleets,
         lambda spec: not (copies(spec) and "external" in spec),
     ),
-    Twin("rollingUpdate", rolling, lambda update: update["maxUnavailable"] + update["maxSurge"] >= 1),
+    Twin(
+        "rollingUpdate: maxUnavailable and maxSurge",
+        rolling,
+        lambda update: update["maxUnavailable"] + update["maxSurge"] >= 1,
+    ),
     Twin("groups: role Prefill needs", role_groups, lambda spec: len({"Prefill", "Decode"} & roles(spec)) != 1),
     Twin("groups: role Regular beside", role_groups, lambda spec: not {"Prefill", "Regular"} <= roles(spec)),
     *(
