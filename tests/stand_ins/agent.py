@@ -2,8 +2,8 @@
 
 `python -m stand_ins.agent FLEET.json` serves until it is told to stop. The file says which engines there are, and is
 read at each look: {"port": 8477, "address": "127.0.0.1", "model": path, "volume": path, "checksum": of version 0,
-"engines": [{"pod": name, "uid": uid, "url": url, "phase": "Serving"}], "ranks": 1}. What the agent writes about
-the training goes to FLEET.json.training.
+"engines": [{"pod": name, "uid": uid, "url": url, "phase": "Serving"}], "ranks": 1, "router": url}. What the agent
+writes about the training goes to FLEET.json.training.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _rollout_server(told: Object) -> Object:
             "groups": [group],
             "weights": {"volume": {"emptyDir": {}}, "mountPath": told["volume"]},
         },
-        "status": {},
+        "status": {"router": {"url": told["router"], "replicas": 1, "ready": 1}} if told.get("router") else {},
     }
 
 
@@ -92,9 +92,8 @@ def _server_group(told: Object) -> Object:
     }
 
 
-def main() -> None:
+def main(file: Path) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    file = Path(sys.argv[1])
     told = json.loads(file.read_text())
     cluster = ByHand(file)
     vars(agent).update(KubeApi=lambda *_, **__: cluster, load_credentials=lambda: None)
@@ -111,4 +110,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

@@ -45,6 +45,8 @@ ANNOTATION_TEST_FLEET = f"{GROUP}/test-fleet"
 ANNOTATION_ROLLOUT_SERVERS = f"{GROUP}/rollout-servers"
 ANNOTATION_SHARED_MEMORY = f"{GROUP}/shared-memory"
 """Of a trainer's pod: the folder of the node that its containers are to see as /dev/shm (colocation.sharedMemory)."""
+ANNOTATION_STORE_VOLUME = f"{GROUP}/store-volume"
+"""Of a trainer's pod: the volume on which the agent keeps the samples of a run. It alone is writable for the agent."""
 
 GATE_ROUTABLE = f"{GROUP}/Routable"
 

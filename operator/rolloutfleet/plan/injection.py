@@ -2,7 +2,7 @@
 
 A native sidecar: an init container that keeps running, is up before the trainer starts and ends after it. It has a
 token of its own (the pod may have none), a restricted security context of its own, and sees the trainer's data
-volumes read-only, so that it can look into a checkpoint before it pauses a fleet.
+volumes read-only, so that it can look into a checkpoint before it pauses a fleet. Where samples are kept it may write.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from rolloutfleet.api.names import (
     AGENT_PORT,
     ANNOTATION_ROLLOUT_SERVERS,
     ANNOTATION_SHARED_MEMORY,
+    ANNOTATION_STORE_VOLUME,
     COMPONENT_TRAINER,
     LABEL_COMPONENT,
 )
@@ -75,8 +76,9 @@ def inject(pod: Mapping[str, Any], *, agent_image: str, pull_policy: str = "IfNo
     if _agent_present(spec):
         return injected
     _refuse_taken_names(spec)
-    shared = injected["metadata"]["annotations"].get(ANNOTATION_SHARED_MEMORY)
-    agent = _agent(spec, servers, agent_image, pull_policy)
+    annotations = injected["metadata"]["annotations"]
+    shared = annotations.get(ANNOTATION_SHARED_MEMORY)
+    agent = _agent(spec, servers, agent_image, pull_policy, store=_store_volume(spec, annotations))
     if shared is not None:
         agent["resources"] |= _claims(spec)
     # By this label the operator finds trainers, to tell those that name a missing server.
@@ -91,6 +93,21 @@ def inject(pod: Mapping[str, Any], *, agent_image: str, pull_policy: str = "IfNo
         if all(variable.get("name") != URL_VARIABLE for variable in variables):
             variables.append({"name": URL_VARIABLE, "value": f"http://127.0.0.1:{AGENT_PORT}"})
     return injected
+
+
+def _store_volume(spec: Mapping[str, Any], annotations: Mapping[str, Any]) -> str | None:
+    """Name of the one volume that the agent may write to."""
+    name = annotations.get(ANNOTATION_STORE_VOLUME)
+    if name is None:
+        return None
+    mounts = [m for container in spec.get("containers") or [] for m in container.get("volumeMounts") or []]
+    usable = sorted({m["name"] for m in mounts if not m.get("readOnly")} & _data_volumes(spec))
+    if name not in usable:
+        raise InjectionError(
+            f"{ANNOTATION_STORE_VOLUME}: {name!r}: must be a data volume that a container of the pod mounts and may "
+            f"write to; there is {', '.join(usable) or 'none'}"
+        )
+    return str(name)
 
 
 def _share_memory(spec: dict[str, Any], path: object) -> None:
@@ -135,7 +152,9 @@ def _refuse_taken_names(spec: Mapping[str, Any]) -> None:
             raise InjectionError(f"spec.volumes: the name {volume['name']} belongs to the injected agent; rename yours")
 
 
-def _agent(spec: Mapping[str, Any], servers: Mapping[str, str], image: str, pull_policy: str) -> dict[str, Any]:
+def _agent(
+    spec: Mapping[str, Any], servers: Mapping[str, str], image: str, pull_policy: str, *, store: str | None
+) -> dict[str, Any]:
     security = restricted()
     # Where the pod's user is another than root (OpenShift gives arbitrary ones), the agent runs as that user.
     if not (spec.get("securityContext") or {}).get("runAsUser"):
@@ -148,7 +167,7 @@ def _agent(spec: Mapping[str, Any], servers: Mapping[str, str], image: str, pull
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "ROLLOUTFLEET_AGENT_PORT", "value": str(AGENT_PORT)},
     ]
-    mounts = list(_data_mounts(spec, variables))
+    mounts = list(_data_mounts(spec, variables, store))
     return {
         "name": AGENT_CONTAINER,
         "image": image,
@@ -174,9 +193,12 @@ def _agent(spec: Mapping[str, Any], servers: Mapping[str, str], image: str, pull
     }
 
 
-def _data_mounts(spec: Mapping[str, Any], variables: list[dict[str, Any]]) -> Iterable[dict[str, Any]]:
-    """Read-only twins of the trainer's mounts; `variables` is given what their subPathExpr needs."""
-    data = {volume["name"] for volume in spec.get("volumes") or [] if DATA_SOURCES & set(volume)}
+def _data_mounts(
+    spec: Mapping[str, Any], variables: list[dict[str, Any]], store: str | None
+) -> Iterable[dict[str, Any]]:
+    """Twins of the trainer's mounts, read-only but for the store's; `variables` is given what their subPathExpr
+    needs."""
+    data = _data_volumes(spec)
     taken = {TOKEN_PATH, "/tmp"}
     for container in spec.get("containers") or []:
         for mount in container.get("volumeMounts") or []:
@@ -184,7 +206,12 @@ def _data_mounts(spec: Mapping[str, Any], variables: list[dict[str, Any]]) -> It
             if mount["name"] in data and path not in taken and _resolves(mount, container, variables):
                 taken.add(path)
                 subpath = {key: mount[key] for key in ("subPath", "subPathExpr") if key in mount}
-                yield {"name": mount["name"], "mountPath": mount["mountPath"], "readOnly": True, **subpath}
+                access = {} if mount["name"] == store and not mount.get("readOnly") else {"readOnly": True}
+                yield {"name": mount["name"], "mountPath": mount["mountPath"], **access, **subpath}
+
+
+def _data_volumes(spec: Mapping[str, Any]) -> set[str]:
+    return {volume["name"] for volume in spec.get("volumes") or [] if DATA_SOURCES & set(volume)}
 
 
 def _resolves(mount: Mapping[str, Any], container: Mapping[str, Any], variables: list[dict[str, Any]]) -> bool:

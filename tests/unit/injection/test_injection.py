@@ -11,6 +11,7 @@ from rolloutfleet.api.names import (
     AGENT_CONTAINER,
     ANNOTATION_ROLLOUT_SERVERS,
     ANNOTATION_SHARED_MEMORY,
+    ANNOTATION_STORE_VOLUME,
     LABEL_COMPONENT,
 )
 from rolloutfleet.plan.injection import (
@@ -201,6 +202,36 @@ def test_data_volumes_are_mirrored_read_only_at_the_trainers_paths() -> None:
     assert {"name": "weights", "mountPath": "/weights", "subPath": "run-1", "readOnly": True} in mounts
     assert {"name": "models", "mountPath": "/models", "readOnly": True} in mounts
     assert "unmounted" not in {mount["name"] for mount in mounts}
+
+
+def with_store(name: object) -> dict[str, Any]:
+    given = pod(
+        volumes=[
+            {"name": "runs", "persistentVolumeClaim": {"claimName": "r"}},
+            {"name": "models", "hostPath": {"path": "/srv"}},
+            {"name": "password", "secret": {"secretName": "s"}},
+            {"name": "unmounted", "emptyDir": {}},
+        ]
+    )
+    given["spec"]["containers"][0]["volumeMounts"] = [
+        {"name": "runs", "mountPath": "/runs"},
+        {"name": "models", "mountPath": "/models", "readOnly": True},
+        {"name": "password", "mountPath": "/secret"},
+    ]
+    given["metadata"]["annotations"][ANNOTATION_STORE_VOLUME] = name
+    return given
+
+
+def test_the_agent_may_write_to_the_volume_that_the_pod_names_for_samples() -> None:
+    mounts = agent_of(inject(with_store("runs"), agent_image=IMAGE))["volumeMounts"]
+    assert {"name": "runs", "mountPath": "/runs"} in mounts
+    assert {"name": "models", "mountPath": "/models", "readOnly": True} in mounts
+
+
+@pytest.mark.parametrize("name", ["models", "password", "unmounted", "other", "", 7])
+def test_a_store_on_a_volume_that_cannot_be_written_to_is_refused_with_those_that_can(name: object) -> None:
+    with pytest.raises(InjectionError, match=rf"store-volume: {name!r}: .* there is runs"):
+        inject(with_store(name), agent_image=IMAGE)
 
 
 NAME_FIELD = {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.name"}}
