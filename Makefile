@@ -77,13 +77,14 @@ up: tools images ## the local cluster alone
 status: ## what runs
 	@bash $(CLUSTER) status
 
-$(ROUTER)/complete: images/router/requirements.txt
+# Named by what they are made from: a newer file of the same content must not take them from under others' feet.
+$(ROUTER)/complete:
 	@rm -rf $(ROUTER) && $(CACHE)/uv-0.13.9/bin/uv venv -q --python /usr/bin/python3.11 $(ROUTER)
-	@VIRTUAL_ENV=$(ROUTER) $(CACHE)/uv-0.13.9/bin/uv pip install -q --no-deps -r $<
+	@VIRTUAL_ENV=$(ROUTER) $(CACHE)/uv-0.13.9/bin/uv pip install -q --no-deps -r images/router/requirements.txt
 	@touch $@
 
 dev: $(DEV)/complete
-$(DEV)/complete: tests/requirements.txt
+$(DEV)/complete:
 	@bash $(CLUSTER) tools
 	@rm -rf $(DEV) && $(CACHE)/uv-0.13.9/bin/uv venv -q --python /usr/bin/python3.11 $(DEV)
 	@VIRTUAL_ENV=$(DEV) $(CACHE)/uv-0.13.9/bin/uv pip install -q -r tests/requirements.txt
