@@ -237,8 +237,11 @@ def test_an_agent_that_dies_while_engines_are_paused_does_not_leave_them_so(spac
     space.apply(trainer_pod("trainer", "actor=qwen"))
     space("wait", "pod/trainer", "--for=condition=Ready", "--timeout=60s")
     trainer("fleet.wait_ready(engines=2, timeout=60)", timeout=120)
+    # The agent may have had time to commit with the engine that answered: what counts is that one version serves.
+    committed = trainer("fleet.weight_version")
+    assert committed in (2, 3)
     groups = trainer(GREEDY)
-    assert [s["weight_versions"][0]["version"] for group in groups for s in group["samples"]] == [2, 2]
+    assert [s["weight_versions"][0]["version"] for group in groups for s in group["samples"]] == [committed] * 2
     result = trainer("fleet.update_weights('/weights/m0', version=4)")
     assert {verdict["outcome"] for verdict in result["engines"]} == {"Committed"}
 

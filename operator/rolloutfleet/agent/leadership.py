@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 CONTEND_SECONDS = 2.0
+FIRST_LOOK_SECONDS = 0.1
+"""An agent that was restarted leads again as soon as it has read what."""
 WRITE_CONFLICTS = 8
 WRITE_PAUSE_SECONDS = 0.5
 
@@ -40,7 +42,10 @@ class Leadership:
         """Contend for ever; a frozen server has nothing to lead until it is asked for."""
         while True:
             server = self._fleet.server
-            if server is not None and _may_be_led(server):
+            if server is None:
+                await asyncio.sleep(FIRST_LOOK_SECONDS)
+                continue
+            if _may_be_led(server):
                 try:
                     await self.lease.acquire()
                     logger.info("leads %s with fencing number %d", self._fleet.name, self.lease.fence)

@@ -74,7 +74,8 @@ class Sampler:
         self._router = router
         self._engine = engine
         self._last_router: RouterClient | None = None
-        self._committed: set[int] = {0}
+        self._committed: list[int] = []
+        """Versions in the order in which they were committed, as far as this agent has seen it."""
         self._not_ours = 0
         self._slots = Slots()
         self._per_engine = FIRST_PER_ENGINE
@@ -161,6 +162,7 @@ class Sampler:
                 if left <= 0:
                     break
                 attempts += 1
+                asked_at = self._commits()
                 part = await self._ask(sample, asking, min(left, asking.request_seconds))
             except EngineRefused as refused:
                 if refused.status in BAD_REQUEST:
@@ -174,8 +176,8 @@ class Sampler:
                 if not error or time.monotonic() < deadline:
                     error = str(problem)
             else:
-                if not await self._all_committed(part):
-                    error = "sampled by weights that were never committed"
+                if not await self._rightful(part, asked_at):
+                    error = "sampled by weights that were never committed, or had been replaced before it was asked for"
                 elif part.status is not SampleStatus.ABORTED:
                     sample = stitch(sample, part)
                     return ended(sample.status, sample.error)
@@ -258,11 +260,19 @@ class Sampler:
         if self._not_ours.bit_count() == 1:
             logger.warning("%s: answer %d that is dropped: %s", self._fleet.name, self._not_ours, stranger)
 
-    async def _all_committed(self, sample: Sample) -> bool:
-        versions = {span.version for span in sample.weight_versions}
-        self._committed.add(self._fleet.committed_version if self._fleet.server else 0)
-        if not versions <= self._committed:
+    def _commits(self) -> int:
+        """Where in the history of commits we are."""
+        version = self._fleet.committed_version if self._fleet.server else 0
+        if not self._committed or (self._fleet.server and self._committed[-1] != version):
+            self._committed.append(version)
+        return len(self._committed) - 1
+
+    async def _rightful(self, part: Sample, asked_at: int) -> bool:
+        """Whether its tokens are of the weights that were committed when it was asked for, or of later ones. An engine
+        that an update has left behind may be routed to until every router knows of it."""
+        versions = {span.version for span in part.weight_versions}
+        self._commits()
+        if not versions <= {*self._committed[asked_at:]}:
             await self._fleet.refresh()  # committed by another agent, or a moment ago
-            if self._fleet.server is not None:
-                self._committed.add(self._fleet.committed_version)
-        return versions <= self._committed
+            self._commits()
+        return versions <= {*self._committed[asked_at:]}

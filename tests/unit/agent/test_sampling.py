@@ -252,18 +252,25 @@ def test_a_version_that_is_committed_while_its_sample_runs_is_delivered(tmp_path
     asyncio.run(scenario())
 
 
-def test_an_older_committed_version_is_delivered_with_its_name_on_it(tmp_path: Path, quick: None) -> None:
+@pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1)], ids=["update", "rollback"])
+def test_weights_that_were_replaced_before_a_sample_was_asked_for_make_none_of_it(
+    tmp_path: Path, quick: None, before: int, now: int
+) -> None:
+    """An engine that an update could not reach is in a router's table for a moment longer."""
+
     async def scenario() -> None:
+        stale, fresh = answer([1], version=signed(before)), answer([2], version=signed(now))
         async with (
             fleet_on_loopback(tmp_path, 1) as world,
-            StandIn(in_turn((200, answer([1], version=signed(1))), (200, answer([2], version=signed(1))))) as router,
+            StandIn(in_turn((200, stale), (200, stale), (200, fresh))) as router,
         ):
             sampler = await with_router(world, router)
-            committed(1)(world)
-            await sampler.generate(request([[1]]))
-            committed(2)(world)
+            committed(before)(world)
             ((sample,),) = [group.samples for group in (await sampler.generate(request([[1]]))).groups]
-            assert (sample.weight_versions[0].version, sample.attempts) == (1, 1)
+            assert (sample.weight_versions[0].version, sample.attempts) == (before, 1)
+            committed(now)(world)
+            ((sample,),) = [group.samples for group in (await sampler.generate(request([[1]]))).groups]
+            assert (sample.weight_versions[0].version, sample.attempts) == (now, 2)
 
     asyncio.run(scenario())
 

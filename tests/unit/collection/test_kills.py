@@ -1,0 +1,139 @@
+"""The agent's process, whole, dies by SIGKILL a thousand times at moments that nobody chose, its trainer now and then,
+and each prompt of each epoch is trained once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rolloutfleet.trainer import collecting as trainers_side
+from rolloutfleet.trainer import connect
+from rolloutfleet.trainer.errors import FleetError
+from stand_ins import agent
+from unit.collection.fast_engine import FastEngine
+from unit.collection.world import free_port
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["stand_ins.agent", __name__])
+PROMPTS, EPOCHS = 40, 2
+KILLS = int(os.environ.get("ROLLOUTFLEET_KILLS", "1000"))
+LONGEST_LIFE_SECONDS = 0.25
+STEPS_A_CHECKPOINT = 3
+STEPS_A_LIFE = 7
+
+
+def test_each_prompt_is_trained_once_however_often_the_agent_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainers_side, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(trainers_side, "LONG_POLL_SECONDS", 0.5)
+    with FastEngine(tokens=4) as engine:
+        kills = runs = 0
+        while kills < KILLS:
+            runs += 1
+            kills += one_run(tmp_path / f"run-{runs}", engine.url, runs)
+
+
+def one_run(folder: Path, engine: str, seed: int) -> int:
+    """From its beginning to the end of its epochs: how often the agent was killed."""
+    folder.mkdir()
+    (folder / "data.jsonl").write_text("".join(json.dumps({"prompt": [n + 1]}) + "\n" for n in range(PROMPTS)))
+    port = free_port()
+    fleet = {
+        "port": port,
+        "address": "127.0.0.1",
+        "model": str(folder),
+        "volume": str(folder),
+        "checksum": "",
+        "router": engine,
+        "engines": [{"pod": "qwen-main-0-e1-r0", "uid": "u", "url": engine}],
+    }
+    (folder / "fleet.json").write_text(json.dumps(fleet))
+    over, trained, problems = threading.Event(), {}, []  # type: ignore[var-annotated]
+
+    def train() -> None:
+        try:
+            while not a_life_of_the_trainer(folder, f"http://127.0.0.1:{port}", trained):
+                pass
+        except Exception as problem:
+            problems.append(problem)
+        finally:
+            over.set()
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    kills = 0
+    chance = random.Random(seed)
+    while not over.is_set():
+        with a_life_of_the_agent(folder / "fleet.json"):
+            over.wait(chance.uniform(0, LONGEST_LIFE_SECONDS))
+        kills += 1
+    trainer.join()
+    if problems:
+        raise problems[0]
+    found = Counter(tuple(prompt) for batch in trained.values() for prompt in batch)
+    assert found == Counter((epoch, prompt) for epoch in range(EPOCHS) for prompt in range(PROMPTS))
+    return kills
+
+
+def a_life_of_the_trainer(folder: Path, url: str, trained: dict[int, list[tuple[int, int]]]) -> bool:
+    """A few steps from the last checkpoint, which is all that a life leaves behind; True when the run is over."""
+    done = max(trained, default=0)
+    fleet = connect("actor", url=url)
+    since: dict[int, list[tuple[int, int]]] = {}
+    try:
+        run = fleet.collect(
+            run="run",
+            store=str(folder / "ledger.sqlite"),
+            data={"path": str(folder / "data.jsonl")},
+            epochs=EPOCHS,
+            n=2,
+            groups_per_step=4,
+            estimator="raw",
+            mode="asynchronous",
+            over_sampling=1.5,
+            sampling_params={"max_new_tokens": 4},
+            step=done,
+        )
+        for batch in run.batches(done + 1):
+            since[batch.step] = sorted({(s.epoch, s.group_index) for s in batch.samples})
+            assert len(batch.samples) == 2 * len(since[batch.step])
+            if batch.step % STEPS_A_CHECKPOINT == 0 or batch.last:
+                trained |= since
+                with contextlib.suppress(FleetError):  # it may be lost: the next life says what is trained
+                    run.acknowledge(batch.step, timeout=0.0)
+            if batch.step - done == STEPS_A_LIFE:
+                return False
+        return True
+    finally:
+        fleet.close()
+
+
+@contextlib.contextmanager
+def a_life_of_the_agent(fleet: Path) -> Iterator[None]:
+    """A fork of a process whose imports are done, and that has no threads: a life takes milliseconds to begin."""
+    child = FORKS.Process(target=live, args=(fleet,))
+    child.start()
+    try:
+        yield
+    finally:
+        child.kill()
+        child.join()
+    assert child.exitcode == -signal.SIGKILL, f"it died of itself: {fleet.with_suffix('.log').read_text()[-2000:]}"
+
+
+def live(fleet: Path) -> None:
+    log = os.open(fleet.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    agent.main(fleet)
