@@ -41,6 +41,7 @@ def _clock(seconds: float | None) -> str:
 
 def _short(value: float) -> str:
     """Three digits, as in 0.713, 12.3k, 4.5M."""
+    value = float(f"{value:.3g}")  # first: 999999 is 1M and not 1000k
     size = abs(value)
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if size >= limit:

@@ -92,7 +92,7 @@ def _view(recent: RecentSample, now: float, reward_key: str) -> SampleView:
         response_length=sample.response_length,
         trained_tokens=sample.effective_response_length,
         tokens=_pieces(sample),
-        weight_versions=sample.weight_versions,
+        weight_versions=[span for span in sample.weight_versions if span.start < span.end],
         engine=sample.engine,
         attempts=sample.attempts,
         seconds=sample.seconds,
