@@ -25,8 +25,8 @@ def test_it_says_what_it_waits_for_until_the_first_sample_ends(tab: Tab, agent: 
     tab.wait("!document.querySelector('#empty').hidden")
     assert "waits for the first sample of RolloutServer qwen, role actor" in tab.text("#awaited")
     assert "No prompt has been taken yet" in tab.text("#awaited")
-    agent.tell(lambda seen: seen.queue(open=1234, finished=0, leased=0, running=8))
-    tab.wait("document.querySelector('#awaited').innerText.includes('8 prompts are being generated and 1,234 wait')")
+    agent.tell(lambda seen: seen.queue(open=1234, finished=0, running=8))
+    tab.wait("document.querySelector('#awaited').innerText.includes('1,234 groups are in work, with 8 requests')")
     agent.ended(sample(3))
     tab.wait(f"{ARTICLES} === 1")
     assert tab.run("document.querySelector('#empty').hidden")
@@ -132,7 +132,7 @@ def test_figures_and_charts_follow_the_run(tab: Tab, agent: Agent) -> None:
     assert tab.run("document.querySelectorAll('#rewards .column').length") == 2
     (first, *_) = tab.run("[...document.querySelectorAll('#staleness .column title')].map((one) => one.textContent)")
     assert first.startswith("0 versions: ")
-    assert tab.texts("#queue > div")[0].split("\n") == ["open", "7,433"]
+    assert tab.texts("#queue > div")[0].split("\n") == ["groups in work", "16"]
     assert "zero_std_1.0" in tab.text("#drops")
 
 

@@ -9,11 +9,11 @@ import signal
 from aiohttp import web
 
 from rolloutfleet.agent.collection.collections import Collections
-from rolloutfleet.agent.collection.observer import Observer
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.agent.memory import Memory
 from rolloutfleet.agent.observing.metrics import serve_metrics
+from rolloutfleet.agent.observing.observations import Observations
 from rolloutfleet.agent.sampling import Sampler
 from rolloutfleet.agent.server import Role, application
 from rolloutfleet.agent.sessions import Sessions
@@ -55,6 +55,7 @@ async def run(settings: Settings) -> None:
         )
         leadership = Leadership(api=api, namespace=settings.namespace, fleet=fleet, identity=settings.pod_name)
         sampler = Sampler(fleet=fleet, router=router, engine=engine)
+        observations = Observations()
         roles[name] = Role(
             fleet=fleet,
             leadership=leadership,
@@ -69,8 +70,9 @@ async def run(settings: Settings) -> None:
                 http=http,
                 agent=settings.pod_name,
                 url=f"http://{settings.host}:{settings.port}/v1/servers/{name}",
-                observer=Observer(),
+                observer=observations,
             ),
+            observations=observations,
         )
 
     runner = web.AppRunner(application(roles), access_log=None, handler_cancellation=True)

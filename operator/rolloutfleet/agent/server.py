@@ -62,7 +62,7 @@ class Role:
         memory: Memory,
         sampler: Sampler,
         collections: Collections,
-        observations: Observations | None = None,
+        observations: Observations,
     ) -> None:
         self.fleet = fleet
         self.leadership = leadership
@@ -71,7 +71,7 @@ class Role:
         self.memory = memory
         self.sampler = sampler
         self.collections = collections
-        self.observations = observations or Observations()
+        self.observations = observations
 
     @property
     def server_name(self) -> str:

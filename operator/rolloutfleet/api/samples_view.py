@@ -117,13 +117,13 @@ class Throughput(Told):
 
 class QueueView(Told):
     open: int
-    """Prompts that wait for their turn."""
+    """Groups in work: their samples are generated or judged."""
     running: int
-    """Prompts whose samples are being generated or judged."""
+    """Requests that routers and engines have."""
     finished: int
     """Groups that wait for a step."""
     leased: int
-    """Groups that a step has and no checkpoint yet."""
+    """Groups of steps that no checkpoint has yet."""
 
 
 class SamplesView(Told):

@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-from rolloutfleet.api.samples_view import SamplesView, SampleView, StepView
+from rolloutfleet.api.samples_view import QueueView, SamplesView, SampleView, StepView
 from rolloutfleet.cli.text import duration, table
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -45,7 +45,7 @@ def figures(view: SamplesView) -> list[list[str]]:
         ["samples", _counts(view.ended.items())],
         ["groups", f"{view.groups} finished, {_share(rates.zero_variance)} of one reward"],
         ["dropped", _counts(sorted(view.dropped.items(), key=lambda item: -item[1]))],
-        ["prompts", _counts(view.queue or ())],
+        ["queue", _queue(view.queue)],
         [
             "truncated",
             f"{_share(rates.truncated)}, repetitive {_share(rates.repetitive)}, failed {_share(rates.failed)}",
@@ -54,6 +54,13 @@ def figures(view: SamplesView) -> list[list[str]]:
         ["drafts", accepted if rates.spec_accepted is not None else ""],
         ["counted for", duration(view.since)],
     ]
+
+
+def _queue(queue: QueueView | None) -> str:
+    if queue is None:
+        return ""
+    waiting = f"{queue.finished} wait for a step, {queue.leased} in steps without checkpoint"
+    return f"{queue.open} groups in work ({queue.running} requests), {waiting}"
 
 
 def _step(last: StepView | None, steps: Sequence[StepView]) -> str:

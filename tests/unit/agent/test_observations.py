@@ -221,6 +221,18 @@ def test_drops_count_by_reason_and_reasons_are_bounded() -> None:
     assert len(dropped) == REASONS + 1
 
 
+def test_of_a_reward_with_parts_the_one_that_the_collection_names_is_shown() -> None:
+    seen, _ = seen_with()
+    parts = [sample(0, index, reward={"right": float(index), "short": 0.5}) for index in range(2)]
+    seen.group_finished(parts)
+    assert view(seen).rewards == []
+    seen.collection_began(trainer="t", step=0, reward_key="right")
+    seen.sample_ended(parts[1])
+    seen.group_finished(parts)
+    assert {bar.low: bar.count for bar in view(seen).rewards} == {0.0: 1, 1.0: 1}
+    assert view(seen).samples[0].reward == 1.0
+
+
 # Steps
 
 
@@ -270,11 +282,27 @@ def test_a_checkpoint_has_all_steps_up_to_its_own() -> None:
     assert (seen.last_trained, seen.last_step and seen.last_step.step) == (4, 5)
 
 
+def test_a_trainer_that_comes_back_from_a_checkpoint_has_the_later_steps_again() -> None:
+    seen, _ = seen_with()
+    seen.collection_began(trainer="life-1", step=0, reward_key="")
+    for step in (1, 2, 3):
+        seen.step_leased(step, [group(0, 1.0)], 7)
+    seen.collection_began(trainer="life-1", step=0, reward_key="other")
+    assert len(view(seen).steps) == 3, "the same life, with other parameters"
+    seen.collection_began(trainer="life-2", step=2, reward_key="")
+    assert [(step.step, step.trained) for step in view(seen).steps] == [(1, True), (2, True)]
+    seen.step_leased(3, [group(0, 0.0)], 8)
+    assert [step.reward_mean for step in view(seen).steps] == [1.0, 1.0, 0.0]
+
+
 def test_the_queue_is_what_was_told_last() -> None:
     seen, _ = seen_with()
     assert view(seen).queue is None
-    seen.queue(open=9, finished=2, leased=3, running=4)
-    assert view(seen).queue == QueueView(open=9, finished=2, leased=3, running=4)
+    seen.step_leased(1, [group(0, 1.0)], 7)
+    seen.step_leased(2, [group(1, 1.0), group(2, 1.0)], 7)
+    seen.step_trained(1)
+    seen.queue(open=9, finished=2, running=4)
+    assert view(seen).queue == QueueView(open=9, finished=2, leased=2, running=4)
 
 
 # Bounds
@@ -365,6 +393,6 @@ def test_what_is_shown_goes_over_the_wire_and_back() -> None:
     seen.sample_ended(sample(reward=1.0))
     seen.group_finished(group(0, 1.0))
     seen.step_leased(1, [group(0, 1.0)], 8)
-    seen.queue(open=1, finished=1, leased=1, running=1)
+    seen.queue(open=1, finished=1, running=1)
     found = view(seen)
     assert SamplesView.model_validate_json(found.model_dump_json()) == found

@@ -49,8 +49,9 @@ def test_counts_are_told_with_the_labels_of_the_fleet() -> None:
     seen.group_finished(group(1, 0.0, 1.0))
     seen.group_dropped(group(2, 0.0), "too_old")
     seen.step_leased(4, [group(1, 0.0, 1.0)], 9)
+    seen.step_leased(5, [group(3, 1.0)], 7)
     seen.step_trained(4)
-    seen.queue(open=7, finished=1, leased=2, running=3)
+    seen.queue(open=7, finished=1, running=3)
     values = scraped(actor=seen, critic=Observations())
 
     assert [value(values, "ended_total", status=status.value) for status in SampleStatus] == [0, 1, 0, 1, 1]
@@ -58,19 +59,15 @@ def test_counts_are_told_with_the_labels_of_the_fleet() -> None:
     assert (value(values, "groups_finished_total"), value(values, "groups_zero_variance_total")) == (2, 1)
     assert (value(values, "judged_total"), value(values, "passed_total")) == (4, 3)
     assert (value(values, "prompt_tokens_total"), value(values, "prompt_cached_tokens_total")) == (2, 1)
-    assert value(values, "trained_tokens_total") == 8
+    assert value(values, "trained_tokens_total") == 12
     assert (value(values, "response_tokens_sum"), value(values, "response_tokens_count")) == (100, 2)
     assert value(values, "response_tokens_bucket", le="64.0") == 1
     assert value(values, "seconds_sum") == 2
     assert (value(values, "rewards_bucket", le="0.0"), value(values, "rewards_bucket", le="1.0")) == (1, 4)
-    assert (value(values, "staleness_bucket", le="1.0"), value(values, "staleness_bucket", le="2.0")) == (0, 2)
-    assert {state: value(values, "prompts", state=state) for state in ("open", "running", "finished", "leased")} == {
-        "open": 7,
-        "running": 3,
-        "finished": 1,
-        "leased": 2,
-    }
-    assert (value(values, "step"), value(values, "trained_step"), value(values, "step_reward")) == (4, 4, 0.5)
+    assert (value(values, "staleness_bucket", le="1.0"), value(values, "staleness_bucket", le="2.0")) == (1, 3)
+    assert [value(values, "groups", state=state) for state in ("open", "finished", "leased")] == [7, 1, 1]
+    assert value(values, "requests") == 3
+    assert (value(values, "step"), value(values, "trained_step"), value(values, "step_reward")) == (5, 4, 1)
     assert value(values, "ended_total", role="critic", status="completed") == 0
     assert not any(name == "step" and ("role", "critic") in labels for name, labels in values)
     assert ("process_resident_memory_bytes", ()) in values

@@ -46,7 +46,7 @@ def of_samples() -> CollectorRegistry:
     seen.group_dropped(group(1, 0.0), "zero_std")
     seen.step_leased(1, [group(0, 1.0)], 1)
     seen.step_trained(1)
-    seen.queue(open=1, finished=1, leased=1, running=1)
+    seen.queue(open=1, finished=1, running=1)
     registry = CollectorRegistry()
     registry.register(SampleMetrics("rl", {"actor": ("qwen", seen)}))
     return registry

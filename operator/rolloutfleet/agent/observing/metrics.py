@@ -82,10 +82,13 @@ class SampleMetrics:
             yield family
 
     def _gauges(self) -> Iterator[Metric]:
-        queue = GaugeMetricFamily(
-            "rolloutfleet_samples_prompts",
-            "Prompts by state: open, running, finished (waits for a step), leased (no checkpoint has it yet)",
+        groups = GaugeMetricFamily(
+            "rolloutfleet_samples_groups",
+            "Groups by state: open (in work), finished (waits for a step), leased (no checkpoint has its step yet)",
             labels=(*LABELS, "state"),
+        )
+        requests = GaugeMetricFamily(
+            "rolloutfleet_samples_requests", "Requests for samples that routers and engines have", labels=LABELS
         )
         step = GaugeMetricFamily("rolloutfleet_samples_step", "The last step that has its batch", labels=LABELS)
         trained = GaugeMetricFamily(
@@ -96,7 +99,10 @@ class SampleMetrics:
         )
         for labels, seen in self._roles:
             for state, count in seen.queue_lengths or ():
-                queue.add_metric((*labels, state), count)
+                if state == "running":
+                    requests.add_metric(labels, count)
+                else:
+                    groups.add_metric((*labels, state), count)
             last = seen.last_step
             if last is not None:
                 step.add_metric(labels, last.step)
@@ -104,7 +110,7 @@ class SampleMetrics:
                 mean.add_metric(labels, last.reward_mean)
             if seen.last_trained is not None:
                 trained.add_metric(labels, seen.last_trained)
-        yield from (queue, step, trained, mean)
+        yield from (groups, requests, step, trained, mean)
 
 
 async def serve_metrics(

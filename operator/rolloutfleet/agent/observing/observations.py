@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from statistics import fmean, pstdev
 
+from rolloutfleet.agent.collection.observer import Observer
 from rolloutfleet.agent.observing.measures import Histogram, all_equal, bars, repetition, reward_of
 from rolloutfleet.agent.observing.recent import MAX_SAMPLES, Recent, RecentSample
 from rolloutfleet.agent.observing.throughput import Meter
@@ -67,15 +68,13 @@ class _Ended:
     completed: int
 
 
-class Observations:
+class Observations(Observer):
     """Of one role. Not for several threads."""
 
-    def __init__(
-        self, *, reward_key: str = "", pass_reward: float = 1.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """`reward_key`: which part of a reward that has parts. `pass_reward`: from which reward on a sample passes.
-        `clock`: seconds that do not go back."""
-        self._reward_key = reward_key
+    def __init__(self, *, pass_reward: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
+        """`pass_reward`: from which reward on a sample passes. `clock`: seconds that do not go back."""
+        self._reward_key = ""
+        self._trainer = ""
         self._pass_reward = pass_reward
         self._clock = clock
         self._began = clock()
@@ -96,7 +95,7 @@ class Observations:
         self.seconds = Histogram(*SECONDS_BUCKETS)
         self.rewards = Histogram(*REWARD_BUCKETS)
         self.staleness = Histogram(*STALENESS_BUCKETS)
-        self.queue_lengths: QueueView | None = None
+        self._queue: tuple[int, int, int] | None = None
 
     @property
     def last_step(self) -> StepView | None:
@@ -107,6 +106,16 @@ class Observations:
         return max((step for step, view in self._steps.items() if view.trained), default=None)
 
     # What the collection loop tells
+
+    def collection_began(self, *, trainer: str, step: int, reward_key: str) -> None:
+        """`step`: the last one in the checkpoint that a new life of the trainer starts from; what came after it is
+        handed out again. `reward_key`: which part of a reward that has parts is shown."""
+        self._reward_key = reward_key
+        if trainer != self._trainer:
+            self._trainer = trainer
+            for later in [known for known in self._steps if known > step]:
+                del self._steps[later], self._staleness[later]
+            self.step_trained(step)
 
     def sample_ended(self, sample: Sample) -> None:
         """It ended, or was stopped and may be continued: then its tokens and times count later, once and all."""
@@ -198,9 +207,17 @@ class Observations:
             if known <= step and not view.trained:
                 self._steps[known] = view.model_copy(update={"trained": True})
 
-    def queue(self, *, open: int, finished: int, leased: int, running: int) -> None:
-        """How many prompts stand where at this moment."""
-        self.queue_lengths = QueueView(open=open, finished=finished, leased=leased, running=running)
+    def queue(self, *, open: int, finished: int, running: int) -> None:
+        """How many groups stand where at this moment, and how many requests run."""
+        self._queue = (open, finished, running)
+
+    @property
+    def queue_lengths(self) -> QueueView | None:
+        if self._queue is None:
+            return None
+        open, finished, running = self._queue
+        leased = sum(step.groups for step in self._steps.values() if not step.trained)
+        return QueueView(open=open, running=running, finished=finished, leased=leased)
 
     # What is shown
 

@@ -4,6 +4,7 @@ const POLL = 2000, TIMEOUT = 5000, KEPT = 24;
 const HUES = [212, 32, 150, 330, 82, 268, 0, 182, 56, 300];
 const PROBABILITIES = [[0.9, "p0", "likely: ≥ 90 %"], [0.5, "p1", "≥ 50 %"], [0.1, "p2", "≥ 10 %"], [0.01, "p3", "≥ 1 %"], [0, "p4", "unlikely: < 1 %"]];
 const STATUS = {completed: "good", truncated: "warn", aborted: "warn", pending: "warn", failed: "bad"};
+const QUEUE = {open: "groups in work", running: "requests", finished: "groups that wait for a step", leased: "groups of steps without checkpoint"};
 const cards = new Map();
 let run = "", number = 0, paused = false, answered = 0, timer = 0, shown = null;
 
@@ -259,7 +260,7 @@ function show(view) {
   const any = Object.keys(view.ended).length || view.groups || view.steps.length || Object.keys(view.dropped).length;
   $("empty").hidden = Boolean(any);
   $("main").hidden = !any;
-  const prompts = view.queue ? ` ${count.format(view.queue.running)} prompts are being generated and ${count.format(view.queue.open)} wait.` : " No prompt has been taken yet.";
+  const prompts = view.queue ? ` ${count.format(view.queue.open)} groups are in work, with ${count.format(view.queue.running)} requests.` : " No prompt has been taken yet.";
   $("awaited").textContent = `This page waits for the first sample of RolloutServer ${view.server}, role ${view.role}, and shows it by itself.${prompts}`;
   if (!any) return;
   shown = view;
@@ -276,7 +277,7 @@ function figures(view) {
   rewards(view.rewards);
   staleness(view.staleness);
   throughput(view.throughput);
-  rows("queue", view.queue ? Object.entries(view.queue) : [], "Not told yet.");
+  rows("queue", view.queue ? Object.entries(QUEUE).map(([name, words]) => [words, view.queue[name]]) : [], "Not told yet.");
   rows("drops", Object.entries(view.dropped).sort((a, b) => b[1] - a[1]), "None.");
   rows("ends", Object.entries(view.ended), "None.");
 }
