@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import os
+import signal
 import subprocess
 import time
 import urllib.request
@@ -22,6 +24,7 @@ FLAGS = (
     *("--disable-sync", "--hide-scrollbars", "--force-color-profile=srgb"),
 )
 START_SECONDS = 60.0
+END_SECONDS = 10.0
 CALL_SECONDS = 30.0
 WAIT_SECONDS = 30.0
 
@@ -113,7 +116,8 @@ def browser(folder: Path) -> Iterator[Tab]:
     """`folder`: for its profile; empty."""
     command = [BINARY, *FLAGS, "--remote-debugging-port=0", f"--user-data-dir={folder}", "about:blank"]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        # A session of its own: the binary is Debian's script around the real one, which does not end with it.
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
     try:
         port = _port(folder / "DevToolsActivePort", process, folder / "log")
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=CALL_SECONDS) as answer:
@@ -124,12 +128,22 @@ def browser(folder: Path) -> Iterator[Tab]:
         finally:
             tab.close()
     finally:
-        process.terminate()
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """All processes of its session."""
+    deadline = time.monotonic() + END_SECONDS
+    number = signal.SIGTERM
+    while True:
+        process.poll()
         try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(10)
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            return
+        assert time.monotonic() < deadline + END_SECONDS, f"{BINARY} does not end"
+        number = signal.SIGKILL if time.monotonic() > deadline else signal.SIGTERM
+        time.sleep(0.05)
 
 
 def _port(said: Path, process: subprocess.Popen[bytes], log: Path) -> int:
