@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE := 1
 
 ARGS ?=
 
-.PHONY: help quickstart down test bench-recovery bench-router bench-scale bench-update chaos lint unit e2e generate format with-engine tools dev images up status api-server
+.PHONY: help quickstart down test bench-recovery bench-router bench-scale bench-update chaos lint unit e2e generate format with-engine tools dev images up status api-server browser
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
@@ -26,11 +26,14 @@ test: tools dev ## all tests: lint, types, layers, unit, end to end on a real cl
 
 lint: dev ## ruff, mypy --strict, import-linter
 	@$(DEV)/bin/ruff check operator tests docs && $(DEV)/bin/ruff format --check operator tests docs
-	@$(DEV)/bin/mypy operator tests/unit tests/e2e tests/bench tests/chaos tests/api_server tests/with_engine
+	@$(DEV)/bin/mypy operator tests/unit tests/e2e tests/bench tests/chaos tests/api_server tests/browser tests/with_engine
 	@$(DEV)/bin/lint-imports
 
 unit: dev ## unit and property tests, no cluster
 	@$(PYTHON) -m pytest tests/unit
+
+browser: tools dev ## the page of samples in a headless Chromium with live data; no cluster
+	@$(PYTHON) -m pytest tests/browser
 
 api-server: tools dev ## the operator against a real API server: it dies at each of its calls; no cluster
 	@$(PYTHON) -m pytest tests/api_server

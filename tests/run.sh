@@ -9,10 +9,12 @@ if [ "$what" = all ]; then
   say "lint, types, layers"
   "$dev/bin/ruff" check -q operator tests docs
   "$dev/bin/ruff" format -q --check operator tests docs
-  "$dev/bin/mypy" operator tests/unit tests/e2e tests/bench tests/chaos tests/api_server tests/with_engine
+  "$dev/bin/mypy" operator tests/unit tests/e2e tests/bench tests/chaos tests/api_server tests/browser tests/with_engine
   "$dev/bin/lint-imports" >/dev/null || "$dev/bin/lint-imports"
   say "unit and property tests"
   "$dev/bin/python" -m pytest tests/unit
+  say "the page of samples in a real browser"
+  "$dev/bin/python" -m pytest tests/browser
   say "the operator dies at each of its calls, on a real API server"
   "$dev/bin/python" -m pytest tests/api_server
 fi

@@ -2,7 +2,7 @@
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 PACKAGES="containerd runc containernetworking-plugins iptables conntrack iproute2 debootstrap buildah gcc libc6-dev
-  openssl procps python3 python3-venv ca-certificates postgresql-15
+  chromium-headless-shell fonts-dejavu-core openssl procps python3 python3-venv ca-certificates postgresql-15
   libibverbs1 libnuma1 liburing2 librdmacm1 libcurl4"
 missing=$(for package in $PACKAGES; do dpkg -s "$package" >/dev/null 2>&1 || echo "$package"; done)
 if [ -n "$missing" ]; then

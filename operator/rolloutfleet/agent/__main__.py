@@ -9,10 +9,11 @@ import signal
 from aiohttp import web
 
 from rolloutfleet.agent.collection.collections import Collections
-from rolloutfleet.agent.collection.observer import Observer
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.agent.memory import Memory
+from rolloutfleet.agent.observing.metrics import serve_metrics
+from rolloutfleet.agent.observing.observations import Observations
 from rolloutfleet.agent.sampling import Sampler
 from rolloutfleet.agent.server import Role, application
 from rolloutfleet.agent.sessions import Sessions
@@ -54,6 +55,7 @@ async def run(settings: Settings) -> None:
         )
         leadership = Leadership(api=api, namespace=settings.namespace, fleet=fleet, identity=settings.pod_name)
         sampler = Sampler(fleet=fleet, router=router, engine=engine)
+        observations = Observations()
         roles[name] = Role(
             fleet=fleet,
             leadership=leadership,
@@ -68,13 +70,16 @@ async def run(settings: Settings) -> None:
                 http=http,
                 agent=settings.pod_name,
                 url=f"http://{settings.host}:{settings.port}/v1/servers/{name}",
-                observer=Observer(),
+                observer=observations,
             ),
+            observations=observations,
         )
 
     runner = web.AppRunner(application(roles), access_log=None, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, settings.host, settings.port).start()
+    observed = {name: (role.server_name, role.observations) for name, role in roles.items()}
+    metrics = await serve_metrics(settings.namespace, observed, port=settings.metrics_port)
     logger.info("serving %s on %s:%d", settings.servers, settings.host, settings.port)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -101,6 +106,7 @@ async def run(settings: Settings) -> None:
         except ApiError as error:
             logger.warning("lease of %s not released: %s", role.fleet.name, error)
     await runner.cleanup()
+    await metrics.cleanup()
     await http.close()
     await api.close()
     for task in done - {waiting}:

@@ -16,6 +16,8 @@ from rolloutfleet.agent.errors import AgentError, conflict, invalid, unavailable
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.agent.memory import Memory
+from rolloutfleet.agent.observing.observations import Observations
+from rolloutfleet.agent.observing.routes import observing_routes, refuse_other_sites
 from rolloutfleet.agent.sampling import Sampler
 from rolloutfleet.agent.sessions import Session, Sessions
 from rolloutfleet.agent.store.errors import StoreError, as_refusal
@@ -26,6 +28,7 @@ from rolloutfleet.api.agent import (
     ErrorBody,
     FleetView,
     Generate,
+    Generated,
     JoinGroups,
     MemoryRequest,
     SendBucket,
@@ -59,6 +62,7 @@ class Role:
         memory: Memory,
         sampler: Sampler,
         collections: Collections,
+        observations: Observations,
     ) -> None:
         self.fleet = fleet
         self.leadership = leadership
@@ -67,6 +71,11 @@ class Role:
         self.memory = memory
         self.sampler = sampler
         self.collections = collections
+        self.observations = observations
+
+    @property
+    def server_name(self) -> str:
+        return self.fleet.name
 
     def view(self) -> FleetView:
         lease = self.leadership.lease
@@ -74,7 +83,7 @@ class Role:
 
 
 def application(roles: dict[str, Role]) -> web.Application:
-    app = web.Application(middlewares=[_errors_as_json], client_max_size=MAX_BODY_BYTES)
+    app = web.Application(middlewares=[_errors_as_json, refuse_other_sites], client_max_size=MAX_BODY_BYTES)
 
     def role_of(request: web.Request) -> Role:
         name = request.match_info["role"]
@@ -162,7 +171,7 @@ def application(roles: dict[str, Role]) -> web.Application:
             web.get("/v1/servers", servers),
             web.get("/v1/servers/{role}", server),
             web.get("/v1/servers/{role}/ready", ready),
-            web.post("/v1/servers/{role}/generate", operation(Generate, lambda r, b: r.sampler.generate(b))),
+            web.post("/v1/servers/{role}/generate", operation(Generate, _generate)),
             web.post("/v1/servers/{role}/update-weights", operation(UpdateWeights, lambda r, b: r.updater.update(b))),
             web.post("/v1/servers/{role}/updates", operation(BeginUpdate, lambda r, b: r.sessions.begin(b))),
             web.get(UPDATE, hold),
@@ -183,9 +192,18 @@ def application(roles: dict[str, Role]) -> web.Application:
             ),
             web.post(f"{COLLECTION}/evaluate", operation(Evaluate, lambda r, b: r.collections.evaluate(b))),
             web.post(f"{COLLECTION}/complete/{{ticket}}", complete),
+            *observing_routes(role_of),
         ]
     )
     return app
+
+
+async def _generate(role: Role, request: Generate) -> Generated:
+    answer = await role.sampler.generate(request)
+    for group in answer.groups:
+        for sample in group.samples:
+            role.observations.sample_ended(sample)
+    return answer
 
 
 async def _body(request: web.Request, model: type[Request]) -> Request:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rolloutfleet.api.names import AGENT_PORT
+from rolloutfleet.api.names import AGENT_METRICS_PORT, AGENT_PORT
 from rolloutfleet.plan.injection import parse_rollout_servers
 
 
@@ -25,6 +25,7 @@ class Settings:
     namespace: str
     host: str
     port: int
+    metrics_port: int
 
 
 def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
@@ -43,9 +44,14 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
         namespace=namespace,
         host=environment.get("ROLLOUTFLEET_AGENT_HOST", "127.0.0.1"),
         port=agent_port(environment),
+        metrics_port=_port(environment, "ROLLOUTFLEET_AGENT_METRICS_PORT", AGENT_METRICS_PORT),
     )
 
 
 def agent_port(environment: Mapping[str, str]) -> int:
-    value = environment.get("ROLLOUTFLEET_AGENT_PORT", "")
-    return int(value) if value.isdigit() else AGENT_PORT
+    return _port(environment, "ROLLOUTFLEET_AGENT_PORT", AGENT_PORT)
+
+
+def _port(environment: Mapping[str, str], name: str, default: int) -> int:
+    value = environment.get(name, "")
+    return int(value) if value.isdigit() else default

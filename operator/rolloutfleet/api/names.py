@@ -66,6 +66,9 @@ WORKER_PORT = 8478
 """Where the worker in an engine's pod is asked for a local copy of a weight version."""
 AGENT_CONTAINER = "rolloutfleet-agent"
 AGENT_PORT = 8477
+AGENT_METRICS_PORT = 8479
+AGENT_METRICS_PORT_NAME = "rf-metrics"
+"""By it Prometheus finds the port: metrics, the usual name, may be the trainer's own."""
 
 INITIAL_WEIGHT_VERSION = 0
 """The version of the checkpoint that `spec.model.path` names; a trainer's first update is 1 or more."""

@@ -9,11 +9,11 @@ import asyncio
 import math
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rolloutfleet.api.names import ANNOTATION_TEST_FLEET, ENGINE_CONTAINER, ENGINE_PORT, engine_pod_name
+from rolloutfleet.cli import in_pod
 from rolloutfleet.cli.fleet import Engine, Fleet, read_fleet
 from rolloutfleet.cli.in_pod import memory, network, signals
 from rolloutfleet.cli.restart import refuse_others
@@ -143,7 +143,7 @@ async def _in_container(
             namespace=session.namespace,
             pod=target.name,
             container=ENGINE_CONTAINER,
-            command=[*_python(script), *arguments],
+            command=in_pod.command(script, *arguments),
             seconds=seconds,
         )
     except (Forbidden, NotFound):
@@ -157,11 +157,6 @@ async def _in_container(
         raise Refused(f"{target.name}: {said[-1] if said else f'exit code {ended.exit_code}'}")
     said = ended.stdout.strip().splitlines()
     return said[-1] if said else ""
-
-
-def _python(script: ModuleType) -> list[str]:
-    """What runs a script of ours in any engine's image."""
-    return ["python3", "-I", "-S", "-c", Path(str(script.__file__)).read_text()]
 
 
 async def _ends(session: Session, target: Target) -> bool:
@@ -190,7 +185,7 @@ async def _add_network_cutter(session: Session, target: Target, seconds: float |
         "name": name,
         "image": target.container["image"],
         "imagePullPolicy": "IfNotPresent",
-        "command": [*_python(network), *([] if seconds is None else [str(math.ceil(seconds))])],
+        "command": in_pod.command(network, *([] if seconds is None else [str(math.ceil(seconds))])),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {
             "runAsUser": 0,  # for others the capability would have no effect

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rolloutfleet.cli import inject, inject_fault, restart, resume, status, timeline, why
+from rolloutfleet.cli import inject, inject_fault, restart, resume, samples, status, timeline, why
 
-VERBS = (status, why, timeline, restart, resume, inject_fault, inject)
+VERBS = (status, why, timeline, samples, restart, resume, inject_fault, inject)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,6 +19,7 @@ else:
 
 REFUSED = 3
 """Exit code when nothing was done: the cluster or we refused. 0 to 2 are answers of `why`."""
+INTERRUPTED = 130
 
 
 class Refused(Exception):
@@ -51,6 +52,8 @@ def _run(work: Work, options: argparse.Namespace) -> int:
     except (ApiError, NoCluster, Refused) as error:
         print(f"rolloutfleet {options.verb}: {error}", file=sys.stderr)
         return REFUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 async def _connected(work: Work, options: argparse.Namespace) -> int:

@@ -14,6 +14,8 @@ from typing import Any
 
 from rolloutfleet.api.names import (
     AGENT_CONTAINER,
+    AGENT_METRICS_PORT,
+    AGENT_METRICS_PORT_NAME,
     AGENT_PORT,
     ANNOTATION_ROLLOUT_SERVERS,
     ANNOTATION_SHARED_MEMORY,
@@ -166,14 +168,18 @@ def _agent(
         {"name": "POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "ROLLOUTFLEET_AGENT_PORT", "value": str(AGENT_PORT)},
+        {"name": "ROLLOUTFLEET_AGENT_METRICS_PORT", "value": str(AGENT_METRICS_PORT)},
     ]
     mounts = list(_data_mounts(spec, variables, store))
+    metrics = {"name": AGENT_METRICS_PORT_NAME, "containerPort": AGENT_METRICS_PORT, "protocol": "TCP"}
     return {
         "name": AGENT_CONTAINER,
         "image": image,
         "imagePullPolicy": pull_policy,
         "restartPolicy": "Always",
         "env": variables,
+        # On its node's network a pod would own the port of the whole node, and the next trainer have no place there.
+        **({} if spec.get("hostNetwork") else {"ports": [metrics]}),
         "startupProbe": {
             "exec": {"command": ["python3", "-m", "rolloutfleet.agent.healthcheck"]},
             "periodSeconds": 2,

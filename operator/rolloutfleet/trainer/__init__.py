@@ -33,12 +33,15 @@ from rolloutfleet.api.agent import (
     UpdateResult,
 )
 from rolloutfleet.api.samples import Sample, SampleGroup, SampleStatus, VersionSpan
+from rolloutfleet.api.samples_view import SamplesView
 from rolloutfleet.trainer.checkpoints import prune_checkpoints, save_checkpoint
 from rolloutfleet.trainer.client import Fleet, connect
 from rolloutfleet.trainer.collecting import SampleCollection, StepBatch
 from rolloutfleet.trainer.deltas import DeltaWriter, SavedVersion
 from rolloutfleet.trainer.errors import AgentUnreachable, FleetError, NonFiniteWeights, NotReady, Refused
 from rolloutfleet.trainer.groups import GroupError
+from rolloutfleet.trainer.progress import progress_line
+from rolloutfleet.trainer.saved_batches import load_batch, save_batch, saved_steps
 from rolloutfleet.trainer.sending import gather
 
 __all__ = [
@@ -57,6 +60,7 @@ __all__ = [
     "SampleCollection",
     "SampleGroup",
     "SampleStatus",
+    "SamplesView",
     "SamplingParams",
     "SavedVersion",
     "StepBatch",
@@ -64,6 +68,10 @@ __all__ = [
     "VersionSpan",
     "connect",
     "gather",
+    "load_batch",
+    "progress_line",
     "prune_checkpoints",
+    "save_batch",
     "save_checkpoint",
+    "saved_steps",
 ]

@@ -29,6 +29,7 @@ from rolloutfleet.api.agent import (
 from rolloutfleet.api.collection import Collection, Evaluate, Evaluated
 from rolloutfleet.api.names import AGENT_PORT
 from rolloutfleet.api.samples import SampleGroup
+from rolloutfleet.api.samples_view import SamplesView
 from rolloutfleet.trainer.collecting import SampleCollection
 from rolloutfleet.trainer.errors import AgentUnreachable, NotReady, Refused
 from rolloutfleet.trainer.sending import Senders, SendingOptions, send
@@ -156,6 +157,11 @@ class Fleet:
         with _bad_request_refused():
             request = UpdateWeights.model_validate({**options, "path": os.fspath(weights)})
         return self.call("POST", "update-weights", UpdateResult, body=request, seconds=timeout + GRACE_SECONDS)
+
+    def observed(self, *, samples: int = 0) -> SamplesView:
+        """What the agent's page shows: rewards by step, throughput, staleness, drops; and of the samples that ended
+        last as many as asked for."""
+        return self.call("GET", f"samples.json?limit={samples}", SamplesView)
 
     @contextmanager
     def offloaded(self, *tags: MemoryTag, timeout: float = 120.0) -> Iterator[MemoryResult]:

@@ -24,10 +24,10 @@ from aiohttp import web
 from api_server.control_plane import control_plane
 from gpu.engines import Engine
 from rolloutfleet.agent.collection.collections import Collections
-from rolloutfleet.agent.collection.observer import Observer
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.agent.memory import Memory
+from rolloutfleet.agent.observing.observations import Observations
 from rolloutfleet.agent.sampling import Sampler
 from rolloutfleet.agent.server import Role, application
 from rolloutfleet.agent.sessions import Sessions
@@ -128,6 +128,7 @@ async def agent(api: kube.KubeApi, engines: Sequence[Engine], mount: Path) -> As
     fleet = Fleet(api=api, namespace=NAMESPACE, role="actor", name=SERVER, pod_name="train", pod_uid="train")
     leadership = Leadership(api=api, namespace=NAMESPACE, fleet=fleet, identity="train")
     sampler = Sampler(fleet=fleet, router=lambda url: RouterClient(url, http=http), engine=engine)
+    observations = Observations()
     role = Role(
         fleet=fleet,
         leadership=leadership,
@@ -147,8 +148,9 @@ async def agent(api: kube.KubeApi, engines: Sequence[Engine], mount: Path) -> As
             http=http,
             agent="train",
             url="http://127.0.0.1:1/v1/servers/actor",
-            observer=Observer(),
+            observer=observations,
         ),
+        observations=observations,
     )
     runner = web.AppRunner(application({"actor": role}), access_log=None, handler_cancellation=True)
     await runner.setup()

@@ -178,6 +178,7 @@ def test_a_trainer_that_hangs_up_ends_its_requests_at_the_router(tmp_path: Path)
                 memory=Memory(fleet=world.fleet, leadership=world.leadership, engine=world.client),
                 sampler=sampler,
                 collections=world.collections(sampler),
+                observations=world.observations,
             )
             # As in agent/__main__.py; without handler_cancellation aiohttp lets the handler run on.
             runner = web.AppRunner(application({"actor": role}), access_log=None, handler_cancellation=True)

@@ -12,11 +12,11 @@ from typing import Any, cast
 import pytest
 
 from rolloutfleet.agent.collection.collections import Collections
-from rolloutfleet.agent.collection.observer import Observer
 from rolloutfleet.agent.errors import AgentError
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.agent.memory import Memory
+from rolloutfleet.agent.observing.observations import Observations
 from rolloutfleet.agent.sampling import Sampler
 from rolloutfleet.agent.sessions import Sessions
 from rolloutfleet.agent.updates import Updater
@@ -165,6 +165,7 @@ class World:
         self.updater = Updater(fleet=self.fleet, leadership=self.leadership, engine=self.client, worker=self.worker)
         self.sessions = Sessions(fleet=self.fleet, leadership=self.leadership, engine=self.client, address="127.0.0.1")
         self.memory = Memory(fleet=self.fleet, leadership=self.leadership, engine=self.client)
+        self.observations = Observations()
 
     def client(self, url: str) -> EngineClient:
         return EngineClient(url, http=self.http)
@@ -181,7 +182,7 @@ class World:
             http=self.http,
             agent="train",
             url=url,
-            observer=Observer(),
+            observer=self.observations,
         )
 
     def keep_copies(self) -> None:

@@ -129,6 +129,7 @@ class CollectionWorld:
             memory=world.memory,
             sampler=self.sampler,
             collections=self.collections,
+            observations=world.observations,
         )
         runner = web.AppRunner(application({"actor": role}), access_log=None, handler_cancellation=True)
         await runner.setup()

@@ -176,6 +176,7 @@ REASONS = {
 CODE_MODULES = [
     *sorted((CODE / "agent").glob("*.py")),
     *sorted((CODE / "agent/collection").glob("*.py")),
+    *sorted((CODE / "agent/observing").glob("*.py")),
     CODE / "agent/store/errors.py",
     CODE / "trainer/client.py",
     CODE / "trainer/collecting.py",

@@ -9,11 +9,16 @@ from typing import Any
 
 import pytest
 import yaml
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from rolloutfleet.agent.observing.metrics import SampleMetrics
+from rolloutfleet.agent.observing.observations import Observations
+from rolloutfleet.api.names import AGENT_METRICS_PORT_NAME, ANNOTATION_ROLLOUT_SERVERS
 from rolloutfleet.api.server_group import ServerGroupStatus
 from rolloutfleet.control.metrics import PORT
+from rolloutfleet.plan.injection import inject
+from unit.agent.test_observations import group, sample
 from unit.control.test_metrics import Scene, ended, engine
 from unit.docs.test_docs import DOCS, ROOT, anchors
 
@@ -28,13 +33,27 @@ FROM_PROMETHEUS = {"instance", "job", "pod"}
 """Labels that a scrape adds."""
 OURS = {
     *("namespace", "server", "group", "phase", "reason", "stage", "transport", "outcome"),  # of fleets
+    *("role", "status", "state"),  # of samples
     *("kind", "verb", "resource", "code", "asked", "le"),  # of the operator
 }
 SELECTOR = re.compile(r"\b((?:rolloutfleet|process)_[a-z_]+)(?:\{([^}]*)\})?")
 
 
+def of_samples() -> CollectorRegistry:
+    seen = Observations()
+    seen.sample_ended(sample())
+    seen.group_finished(group(0, 1.0))
+    seen.group_dropped(group(1, 0.0), "zero_std")
+    seen.step_leased(1, [group(0, 1.0)], 1)
+    seen.step_trained(1)
+    seen.queue(open=1, finished=1, running=1)
+    registry = CollectorRegistry()
+    registry.register(SampleMetrics("rl", {"actor": ("qwen", seen)}))
+    return registry
+
+
 def exported() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
-    """(name, type, labels, help) of all that the operator tells once everything has happened."""
+    """(name, type, labels, help) of all that operator and agents tell once everything has happened."""
     scene = Scene()
     scene.server()
     scene.group(engine())
@@ -44,7 +63,7 @@ def exported() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
     scene.written(ServerGroupStatus(), ServerGroupStatus(engines=(engine(recoveries=(ended(2),)),)))
     ended_update = {"transaction": 1, "transport": "disk", "seconds": {"total": 1.0}}
     scene.metrics.server_seen({}, {"status": {"training": {"lastUpdate": ended_update}}})
-    text = generate_latest(scene.metrics.registry).decode()
+    text = generate_latest(scene.metrics.registry).decode() + generate_latest(of_samples()).decode()
     for family in text_string_to_metric_families(text):
         labels = {label for sample in family.samples for label in sample.labels}
         name = f"{family.name}_total" if family.type == "counter" else family.name
@@ -183,7 +202,7 @@ def test_panels_have_names_places_and_a_source_of_their_own() -> None:
         assert match[2] in known_labels(match[1])
 
 
-def test_everything_that_the_operator_tells_of_fleets_is_shown() -> None:
+def test_everything_that_is_told_is_shown() -> None:
     shown = {match[1] for p in targets() for match in SELECTOR.finditer(p.values[0]["expr"])}
     shown = {name if name in EXPORTED else re.sub(r"_(bucket|sum|count)$", "", name) for name in shown}
     assert {name for name in EXPORTED if name.startswith("rolloutfleet_")} <= shown
@@ -207,6 +226,18 @@ def test_prometheus_finds_the_port_by_its_name() -> None:
     assert endpoint["port"] == "metrics"
     assert endpoint["honorLabels"], "or the namespace of a fleet is lost"
     assert "metrics.yaml" in yaml.safe_load((base / "kustomization.yaml").read_text())["resources"]
+
+
+def test_prometheus_finds_the_agents_by_the_label_and_the_port_that_injection_gives() -> None:
+    pod = {"metadata": {"annotations": {ANNOTATION_ROLLOUT_SERVERS: "actor=qwen"}}, "spec": {"containers": []}}
+    injected = inject(pod, agent_image="agent")
+    monitor = yaml.safe_load((OVERLAY / "podmonitor.yaml").read_text())["spec"]
+    assert monitor["selector"]["matchLabels"].items() <= injected["metadata"]["labels"].items()
+    (endpoint,) = monitor["podMetricsEndpoints"]
+    (agent,) = injected["spec"]["initContainers"]
+    assert [port["name"] for port in agent["ports"]] == [endpoint["port"]] == [AGENT_METRICS_PORT_NAME]
+    assert endpoint["honorLabels"]
+    assert monitor["namespaceSelector"] == {"any": True}
 
 
 def test_the_overlay_has_all_of_its_files_and_needs_nothing_of_the_base() -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from rolloutfleet.api.names import (
     AGENT_CONTAINER,
+    AGENT_METRICS_PORT,
+    AGENT_METRICS_PORT_NAME,
     ANNOTATION_ROLLOUT_SERVERS,
     ANNOTATION_SHARED_MEMORY,
     ANNOTATION_STORE_VOLUME,
@@ -138,6 +140,12 @@ def test_a_job_template_without_name_and_namespace_gets_the_agent_as_a_native_si
         "POD_UID": "metadata.uid",
         "POD_IP": "status.podIP",
     }
+
+
+def test_prometheus_finds_the_agent_by_a_port_that_no_pod_takes_of_its_node() -> None:
+    (port,) = agent_of(inject(pod(), agent_image=IMAGE))["ports"]
+    assert port == {"name": AGENT_METRICS_PORT_NAME, "containerPort": AGENT_METRICS_PORT, "protocol": "TCP"}
+    assert "ports" not in agent_of(inject(pod(hostNetwork=True), agent_image=IMAGE))
 
 
 def test_the_agent_is_up_before_any_init_container_of_the_trainer_and_labels_are_kept() -> None:

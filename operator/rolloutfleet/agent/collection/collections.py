@@ -144,6 +144,7 @@ class Collections:
             version=lambda: self._fleet.committed_version,
         )
         self._tickets[engines.ticket] = collector.asking
+        self._observer.collection_began(trainer=asked.trainer, step=asked.step, reward_key=asked.reward_key)
         return CollectionRun(
             asked,
             fleet=self._fleet,

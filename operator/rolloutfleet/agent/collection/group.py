@@ -42,7 +42,8 @@ async def finish_group(begun: Sequence[Sample], prompt: Prompt, making: Making, 
     async def one(sample: Sample) -> list[Sample]:
         parts = await _trajectory(sample, prompt, making)
         for part in parts:
-            if part.status is not SampleStatus.ABORTED:
+            # One that had ended before its group was stopped has been told of.
+            if part is not sample and part.status is not SampleStatus.ABORTED:
                 making.observer.sample_ended(part)
         if len(parts) == 1 and parts[0].status not in (SampleStatus.ABORTED, SampleStatus.PENDING):
             tell(parts[0])
