@@ -2,8 +2,8 @@
 
 `python -m stand_ins.agent FLEET.json` serves until it is told to stop. The file says which engines there are, and is
 read at each look: {"port": 8477, "address": "127.0.0.1", "model": path, "volume": path, "checksum": of version 0,
-"engines": [{"pod": name, "uid": uid, "url": url, "phase": "Serving"}], "ranks": 1, "router": url}. What the agent
-writes about the training goes to FLEET.json.training.
+"engines": [{"pod": name, "uid": uid, "url": url, "phase": "Serving"}], "ranks": 1, "router": url, "frozen": false}.
+What the agent writes about the training goes to FLEET.json.training.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def _rollout_server(told: Object) -> Object:
             "model": {"path": told["model"]},
             "groups": [group],
             "weights": {"volume": {"emptyDir": {}}, "mountPath": told["volume"]},
+            "updateWeights": not told.get("frozen", False),
         },
         "status": {"router": {"url": told["router"], "replicas": 1, "ready": 1}} if told.get("router") else {},
     }
@@ -105,6 +106,7 @@ def main(file: Path) -> None:
         namespace="rl",
         host="127.0.0.1",
         port=told["port"],
+        metrics_port=0,
     )
     asyncio.run(agent.run(settings))
 

@@ -25,9 +25,9 @@ from unit.collection.world import free_port
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["stand_ins.agent", __name__])
-PROMPTS, EPOCHS = 40, 2
+PROMPTS, EPOCHS = 100, 2
 KILLS = int(os.environ.get("ROLLOUTFLEET_KILLS", "1000"))
-LONGEST_LIFE_SECONDS = 0.25
+LONGEST_LIFE_SECONDS = 0.12
 STEPS_A_CHECKPOINT = 3
 STEPS_A_LIFE = 7
 
@@ -56,6 +56,7 @@ def one_run(folder: Path, engine: str, seed: int) -> int:
         "volume": str(folder),
         "checksum": "",
         "router": engine,
+        "frozen": True,  # it need not lead, so its short lives are spent at work
         "engines": [{"pod": "qwen-main-0-e1-r0", "uid": "u", "url": engine}],
     }
     (folder / "fleet.json").write_text(json.dumps(fleet))
