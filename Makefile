@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE := 1
 
 ARGS ?=
 
-.PHONY: help quickstart down test bench-recovery bench-router bench-scale bench-update chaos lint unit e2e generate format with-engine tools dev images up status api-server browser
+.PHONY: help quickstart down test bench-recovery bench-router bench-samples bench-scale bench-update chaos lint unit e2e generate format with-engine tools dev images up status api-server browser
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
@@ -57,6 +57,10 @@ bench-router: tools dev $(ROUTER)/complete ## the real router in front of engine
 bench-update: tools dev ## what a weight update costs beside the same sequence by hand, real engines, no cluster (10 minutes); ARGS="--engines 1,2"
 	@bash tests/cluster/cluster engine-env
 	@. tests/cluster/common.sh && ENGINE_PYTHON=$$ENGINE/bin/python $(PYTHON) -m bench.update $(ARGS)
+
+bench-samples: tools dev $(ROUTER)/complete ## what collecting samples costs beside bare requests, real engines, no cluster (10 minutes); ARGS="--only real"
+	@bash tests/cluster/cluster engine-env
+	@. tests/cluster/common.sh && ENGINE_PYTHON=$$ENGINE/bin/python ROUTER_PYTHON=$(ROUTER)/bin/python $(PYTHON) -m bench.samples $(ARGS)
 
 bench-scale: tools dev ## measure the operator with 100 and 1000 fleets of stand-ins; ARGS="--only paced_100"
 	@bash tests/bench/scale/run.sh $(ARGS)

@@ -18,7 +18,7 @@ STATE = Path(os.environ.get("ROLLOUTFLEET_CLUSTER", "/var/lib/rolloutfleet-clust
 IMAGES = Path(os.environ["ROLLOUTFLEET_CACHE"]) / "images"
 EXAMPLE = ROOT / "docs/examples/grpo"
 NAMES = ("operator", "agent", "router", "engine-cpu", "trainer-example")
-COLUMNS = ("step", "reward", "weight_version", "samples", "seconds", "seconds_generate", "seconds_update")
+COLUMNS = ("step", "reward", "weight_version", "oldest_version", "samples", "seconds_train", "seconds_update")
 BEGAN = time.monotonic()
 
 
@@ -119,7 +119,8 @@ def follow_training() -> tuple[list[dict[str, float]], dict[str, float]]:
     deadline = time.monotonic() + 900
     while time.monotonic() < deadline:
         pods = json.loads(kubectl("get", "pods", "-l", "job-name=grpo", "-o", "json"))["items"]
-        phase = pods[0]["status"]["phase"] if pods else "Pending"
+        pods.sort(key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
+        phase = pods[-1]["status"]["phase"] if pods else "Pending"
         if phase in ("Running", "Succeeded", "Failed"):
             lines = subprocess.run(
                 ["kubectl", "logs", "job/grpo", "-c", "trainer"], text=True, capture_output=True, check=False

@@ -44,10 +44,23 @@ def test_each_prompt_is_trained_once_however_often_the_agent_is_killed(
             kills += one_run(tmp_path / f"run-{runs}", engine.url, runs)
 
 
-def one_run(folder: Path, engine: str, seed: int) -> int:
-    """From its beginning to the end of its epochs: how often the agent was killed."""
+class NotOnce(AssertionError):
+    def __init__(self, found: Counter[tuple[int, int]], every: set[tuple[int, int]]) -> None:
+        self.lost, self.doubled = len(every - found.keys()), sum(count - 1 for count in found.values())
+        super().__init__(f"{self.lost} lost, {self.doubled} doubled, {len(found.keys() - every)} that nobody asked for")
+
+
+def one_run(
+    folder: Path,
+    engine: str,
+    seed: int,
+    *,
+    prompts: int = PROMPTS,
+    longest_life_seconds: float = LONGEST_LIFE_SECONDS,
+) -> int:
+    """From its beginning to the end of its epochs: how often the agent was killed. Raises NotOnce."""
     folder.mkdir()
-    (folder / "data.jsonl").write_text("".join(json.dumps({"prompt": [n + 1]}) + "\n" for n in range(PROMPTS)))
+    (folder / "data.jsonl").write_text("".join(json.dumps({"prompt": [n + 1]}) + "\n" for n in range(prompts)))
     port = free_port()
     fleet = {
         "port": port,
@@ -77,13 +90,15 @@ def one_run(folder: Path, engine: str, seed: int) -> int:
     chance = random.Random(seed)
     while not over.is_set():
         with a_life_of_the_agent(folder / "fleet.json"):
-            over.wait(chance.uniform(0, LONGEST_LIFE_SECONDS))
+            over.wait(chance.uniform(0, longest_life_seconds))
         kills += 1
     trainer.join()
     if problems:
         raise problems[0]
     found = Counter(tuple(prompt) for batch in trained.values() for prompt in batch)
-    assert found == Counter((epoch, prompt) for epoch in range(EPOCHS) for prompt in range(PROMPTS))
+    every = {(epoch, prompt) for epoch in range(EPOCHS) for prompt in range(prompts)}
+    if found != Counter(every):
+        raise NotOnce(found, every)
     return kills
 
 
