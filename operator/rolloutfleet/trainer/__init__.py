@@ -34,6 +34,7 @@ from rolloutfleet.api.agent import (
 )
 from rolloutfleet.api.samples import Sample, SampleGroup, SampleStatus, VersionSpan
 from rolloutfleet.api.samples_view import SamplesView
+from rolloutfleet.plan.stitching import observe
 from rolloutfleet.trainer.checkpoints import prune_checkpoints, save_checkpoint
 from rolloutfleet.trainer.client import Fleet, connect
 from rolloutfleet.trainer.collecting import SampleCollection, StepBatch
@@ -69,6 +70,7 @@ __all__ = [
     "connect",
     "gather",
     "load_batch",
+    "observe",
     "progress_line",
     "prune_checkpoints",
     "save_batch",

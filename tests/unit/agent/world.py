@@ -223,7 +223,7 @@ class World:
 
 
 @asynccontextmanager
-async def fleet_on_loopback(tmp_path: Path, engines: int = 3) -> AsyncIterator[World]:
+async def fleet_on_loopback(tmp_path: Path, engines: int = 3, *, seconds: float = LIMIT) -> AsyncIterator[World]:
     """Engines that serve version 0, an agent that leads, and a volume with the checkpoint w1."""
     volume = tmp_path / "weights"
     volume.mkdir()
@@ -236,7 +236,7 @@ async def fleet_on_loopback(tmp_path: Path, engines: int = 3) -> AsyncIterator[W
             await stack.enter_async_context(engine.stand_in)
         world.build()
         await world.leadership.lease.acquire()
-        async with asyncio.timeout(LIMIT):
+        async with asyncio.timeout(seconds):
             yield world
 
 

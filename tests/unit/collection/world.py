@@ -18,13 +18,12 @@ from rolloutfleet.agent.collection.run import CollectionRun
 from rolloutfleet.agent.sampling import Sampler
 from rolloutfleet.agent.server import Role, application
 from rolloutfleet.api.collection import Acknowledge, Collection, LeaseBatch
-from rolloutfleet.api.samples import Sample
 from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.trainer.collecting import StepBatch, _read
-from unit.agent.world import World, answer, fleet_on_loopback, signed
+from unit.agent.world import LIMIT, World, answer, fleet_on_loopback, signed
 from unit.engine.stand_in import Answer, Asked, StandIn
 
-Judge = Callable[[Sample], float]
+BEGAN = "2026-11-28T00:00:00Z"
 
 
 class Engines:
@@ -164,11 +163,12 @@ def free_port() -> int:
 
 
 @asynccontextmanager
-async def collecting(tmp_path: Path) -> AsyncIterator[CollectionWorld]:
+async def collecting(tmp_path: Path, seconds: float = LIMIT) -> AsyncIterator[CollectionWorld]:
     engines = Engines()
-    async with fleet_on_loopback(tmp_path, 1) as world, engines.router:
+    async with fleet_on_loopback(tmp_path, 1, seconds=seconds) as world, engines.router:
         body = world.cluster.seen("rolloutservers", "qwen")
-        body["status"]["router"] = {"url": engines.router.url}
+        ready = {"type": "Ready", "status": "True", "reason": "Serving", "message": "", "lastTransitionTime": BEGAN}
+        body["status"] |= {"router": {"url": engines.router.url}, "conditions": [ready]}
         world.cluster.put("rolloutservers", body)
         await world.fleet.refresh()
         obey = world.engines[0].stand_in._answering
@@ -195,9 +195,9 @@ async def collecting(tmp_path: Path) -> AsyncIterator[CollectionWorld]:
 Story = Callable[[CollectionWorld], Awaitable[None]]
 
 
-def collect(tmp_path: Path, story: Story) -> None:
+def collect(tmp_path: Path, story: Story, *, seconds: float = LIMIT) -> None:
     async def scenario() -> None:
-        async with collecting(tmp_path) as world:
+        async with collecting(tmp_path, seconds) as world:
             await story(world)
 
     asyncio.run(scenario())

@@ -84,6 +84,11 @@ class Collector:
     def open(self) -> int:
         return len(self._groups)
 
+    @property
+    def requests(self) -> int:
+        """Open at this moment, those of evaluations too."""
+        return self._making.sampler.open_requests
+
     def want(self, step: int) -> None:
         """A trainer waits for the batch of this step. What had failed is tried again."""
         if self.wanted != step or self.failure is not None:
@@ -135,8 +140,7 @@ class Collector:
         before, self.finished = self.finished, await self._ledger.run(self._ledger.ledger.finished)
         if before != self.finished:
             self._tell()
-        running = self._making.sampler.open_requests
-        self._making.observer.queue(open=len(self._groups), finished=self.finished, running=running)
+        self._making.observer.queue(open=len(self._groups), finished=self.finished, running=self.requests)
         hold = self._to_hold()
         if self.failure is not None or (hold == 0 and self._collection.mode == "synchronous"):
             await self._stop_all()

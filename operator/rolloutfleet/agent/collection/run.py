@@ -95,6 +95,7 @@ class CollectionRun:
             leased=found.states.get("leased", 0),
             trained=found.states.get("trained", 0),
             dropped=found.dropped,
+            requests=self._collector.requests,
             data_rows_skipped=self._prompts.skipped[:SKIPPED_SHOWN],
         )
 
