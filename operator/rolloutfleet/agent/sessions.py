@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +30,7 @@ from rolloutfleet.agent.preflight import (
     target_version,
 )
 from rolloutfleet.agent.transaction import Step, Transaction
+from rolloutfleet.agent.turns import Turns
 from rolloutfleet.agent.updates import refuse_beside_another
 from rolloutfleet.api.agent import (
     BeginUpdate,
@@ -137,6 +139,10 @@ class Session:
         self._announced: dict[int, list[str]] = {}
         """Names of tensors by sender that has said what it will send."""
         self._held: set[int] = set()
+        self._numbers: defaultdict[int, set[int]] = defaultdict(set)
+        """Of buckets by sender."""
+        self._turns: defaultdict[tuple[str, int], Turns] = defaultdict(Turns)
+        """By engine's UID and sender."""
         self._sent: dict[str, set[str]] = {}
         """Names of tensors by engine's UID."""
         self._done: dict[int, int] = {}
@@ -341,14 +347,18 @@ class Session:
         return self._so_far()
 
     async def send_bucket(self, request: SendBucket) -> StepResult:
+        if request.number in self._numbers[request.sender]:
+            raise invalid("BadRequest", f"number: bucket {request.number} of sender {request.sender} is there already")
+        self._numbers[request.sender].add(request.number)
         await self._stand_still(request.sender, request.tensors)
 
         async def receive(participant: Participant, engine: EngineClient, seconds: float) -> None:
-            group = self._names[participant.uid, request.sender]
+            key = (participant.uid, request.sender)
             try:
-                await engine.receive_broadcast(request.tensors, group=group, seconds=seconds)
+                async with self._turns[key].turn(request.number):
+                    await engine.receive_broadcast(request.tensors, group=self._names[key], seconds=seconds)
             except EngineError:
-                self._groups.pop((participant.uid, request.sender), None)
+                self._groups.pop(key, None)
                 raise
 
         await self._step(receive, self._running().alive())
