@@ -231,6 +231,8 @@ class Session:
         transaction = self._running()
         if self._standing_still is None:
             return
+        # A pause that is under way would come after our continue.
+        await asyncio.wait({self._standing_still})
         if self._complete:
             self._drop_incomplete(transaction)
 
@@ -272,7 +274,11 @@ class Session:
                 f"{ours.version}; sender {request.sender} says {request.transport}, {request.senders} and "
                 f"{request.version}",
             )
-        await asyncio.shield(self._begun)
+        try:
+            await asyncio.shield(self._begun)
+        except asyncio.CancelledError:
+            self.abandon(conflict("SenderLost", f"sender {request.sender} of the trainer hung up before it had begun"))
+            raise
         self._joined.setdefault(request.sender, time.monotonic())
         if request.tensors is not None:
             self._announced[request.sender] = [tensor.name for tensor in request.tensors]
