@@ -125,14 +125,15 @@ class Transaction:
     async def recognize(self) -> None:
         """With those that the operator has proved between our look and our intent. From then on it registers nobody,
         but what it has asked of a router before may still be under way."""
-        await self._fleet.refresh()
-        known = {participant.uid for participant in self.participants}
-        self.participants += [late for late in participants_in(self._fleet) if late.uid not in known]
 
         async def ask(_: Participant, engine: EngineClient, seconds: float) -> None:
             await engine.require_fleet(self._fleet.id, seconds=seconds)
 
-        await self.everywhere(ask, within=RECOGNIZE_SECONDS)
+        known = {participant.uid for participant in self.participants}
+        await asyncio.gather(self._fleet.refresh(), self.everywhere(ask, within=RECOGNIZE_SECONDS))
+        late = [newcomer for newcomer in participants_in(self._fleet) if newcomer.uid not in known]
+        self.participants += late
+        await self.everywhere(ask, within=RECOGNIZE_SECONDS, among=late)
 
     async def pause(self) -> None:
         """What becomes of running samples is in PauseMode; only what they leave in the cache must go, or must not."""
@@ -265,7 +266,12 @@ class Transaction:
         async def look(participant: Participant) -> None:
             seen[participant.uid] = await self._look(participant)
 
-        await self._together(self.participants, look)
+        # The commit is written against what is seen here: the operator has written its part since the intent.
+        seeing = asyncio.ensure_future(self._fleet.refresh())
+        try:
+            await self._together(self.participants, look)
+        finally:
+            seeing.cancel()
         return [
             seen.get(one.uid, Aftermath(one, error=self.errors.get(one.uid, ""), reachable=False))
             for one in self.participants
