@@ -237,9 +237,11 @@ class Session:
             self._drop_incomplete(transaction)
 
         async def end(_: Participant, engine: EngineClient, seconds: float) -> None:
-            await engine.end_weight_update(seconds=seconds)
-            if self._complete:
-                await engine.label_weights(transaction.label)
+            ending = engine.end_weight_update(seconds=seconds)
+            if self._complete:  # the label is no work of the scheduler's
+                await asyncio.gather(ending, engine.label_weights(transaction.label))
+            else:
+                await ending
 
         transaction.seconds["load"] = time.monotonic() - transaction.began_to_load
         await transaction.everywhere(end)

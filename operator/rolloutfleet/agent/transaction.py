@@ -78,6 +78,7 @@ class Transaction:
         """Of all that comes before the checksums, by the monotonic clock."""
         self.began_to_load = self._began
         """Where the transfer is done by requests: when the first could begin."""
+        self._asked: asyncio.Future[None] | None = None
         self._paused_at: float | None = None
         self._before = fleet.training
         memory = self._before.memory.engines if self._before.memory else ()
@@ -120,20 +121,31 @@ class Transaction:
                 "engines": (),
             }
         )
-        await self._leadership.write(self._before.model_copy(update={"weights": self._intent}))
+        # Meanwhile, since it changes nothing.
+        self._asked = asyncio.ensure_future(self._ask(self.participants))
+        try:
+            await self._leadership.write(self._before.model_copy(update={"weights": self._intent}))
+        except BaseException:
+            self._asked.cancel()
+            raise
 
     async def recognize(self) -> None:
         """With those that the operator has proved between our look and our intent. From then on it registers nobody,
         but what it has asked of a router before may still be under way."""
+        assert self._asked is not None, "begun"
+        known = {participant.uid for participant in self.participants}
+        await asyncio.gather(self._fleet.refresh(), self._asked)
+        late = [newcomer for newcomer in participants_in(self._fleet) if newcomer.uid not in known]
+        self.participants += late
+        await self._ask(late)
+
+    async def _ask(self, who: Sequence[Participant]) -> None:
+        """Who they are."""
 
         async def ask(_: Participant, engine: EngineClient, seconds: float) -> None:
             await engine.require_fleet(self._fleet.id, seconds=seconds)
 
-        known = {participant.uid for participant in self.participants}
-        await asyncio.gather(self._fleet.refresh(), self.everywhere(ask, within=RECOGNIZE_SECONDS))
-        late = [newcomer for newcomer in participants_in(self._fleet) if newcomer.uid not in known]
-        self.participants += late
-        await self.everywhere(ask, within=RECOGNIZE_SECONDS, among=late)
+        await self.everywhere(ask, within=RECOGNIZE_SECONDS, among=who)
 
     async def pause(self) -> None:
         """What becomes of running samples is in PauseMode; only what they leave in the cache must go, or must not."""
