@@ -18,6 +18,7 @@ from typing import Any
 from rolloutfleet.agent.errors import AgentError, unavailable
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
+from rolloutfleet.agent.together import together
 from rolloutfleet.api.agent import PauseMode, UpdateOptions, UpdateResult
 from rolloutfleet.api.common import EnginePhase
 from rolloutfleet.api.rollout_server import LastUpdate, TrainingWeights, Transport, WeightsPhase
@@ -38,7 +39,6 @@ CONTINUE_ATTEMPTS = 3
 LOST_POLL_SECONDS = 0.5
 CASUALTIES_TOLD = 3
 STRAGGLER_SECONDS = 5.0
-STRAGGLER_FACTOR = 3.0
 
 MODES: dict[PauseMode, sglang.PauseMode] = {"InPlace": "in_place", "Retract": "retract", "Abort": "abort"}
 
@@ -179,32 +179,12 @@ class Transaction:
     async def _together(
         self, chosen: Collection[Participant], doing: Callable[[Participant], Coroutine[Any, Any, None]]
     ) -> None:
-        """All at once. Engines do the same work: when one is done, the others have a bounded time left, so that a
-        hanging one does not keep all of them standing."""
-        began = time.monotonic()
-        tasks = {asyncio.ensure_future(self._unless_lost(each, doing(each))): each for each in chosen}
-        waiting, limit = set(tasks), float("inf")
-        try:
-            while waiting:
-                left = None if limit == float("inf") else max(limit - time.monotonic(), 0.0)
-                done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    error = task.exception()
-                    if isinstance(error, EngineError):
-                        self._falls_out(tasks[task], str(error))
-                    elif error is not None:
-                        raise error
-                    elif limit == float("inf"):
-                        took = time.monotonic() - began
-                        limit = began + took + max(STRAGGLER_SECONDS, STRAGGLER_FACTOR * took)
-                if not done:
-                    for task in waiting:
-                        text = f"not done after {time.monotonic() - began:.1f} s, long after another engine was"
-                        self._falls_out(tasks[task], text)
-                    return
-        finally:
-            for task in tasks:
-                task.cancel()
+        await together(
+            chosen,
+            lambda each: self._unless_lost(each, doing(each)),
+            falls_out=self._falls_out,
+            slack=STRAGGLER_SECONDS,
+        )
 
     def _falls_out(self, participant: Participant, why: str) -> None:
         if participant.uid not in self.errors:
@@ -304,35 +284,26 @@ class Transaction:
             return Aftermath(participant, error=error or str(unreachable), reachable=False)
         return Aftermath(participant, error=error, label=info.weight_version, checksum=checksum)
 
+    def _over(self, **changed: Any) -> TrainingWeights:
+        """What the intent becomes when nothing is intended any more."""
+        closed = {"phase": WeightsPhase.COMMITTED, "target_version": None, "target_path": "", "deadline": ""}
+        return self._intent.model_copy(update=closed | changed)
+
     async def _forget(self) -> None:
         """Nothing was touched: what was proved about engines still holds."""
-        weights = self._intent.model_copy(
-            update={
-                "phase": WeightsPhase.COMMITTED,
-                "target_version": None,
-                "target_path": "",
-                "transport": self._previous.transport,
-                "deadline": "",
-                "engines": self._previous.engines,
-            }
-        )
+        kept = self._previous
+        weights = self._over(transport=kept.transport, engines=kept.engines)
         await self._leadership.write(self._before.model_copy(update={"weights": weights}))
 
     async def _commit(self, outcome: Outcome, sent_bytes: int) -> None:
         done = outcome.committed
         kept = self._previous
-        weights = self._intent.model_copy(
-            update={
-                "phase": WeightsPhase.COMMITTED,
-                "version": outcome.version,
-                "path": self._path if done else kept.path,
-                "transport": self._transport if done else kept.transport,
-                "checksums": outcome.checksums if done else kept.checksums,
-                "target_version": None,
-                "target_path": "",
-                "deadline": "",
-                "engines": outcome.verdicts,
-            }
+        weights = self._over(
+            version=outcome.version,
+            path=self._path if done else kept.path,
+            transport=self._transport if done else kept.transport,
+            checksums=outcome.checksums if done else kept.checksums,
+            engines=outcome.verdicts,
         )
         now = time.monotonic()
         seconds = {**self.seconds, "total": now - self._began}

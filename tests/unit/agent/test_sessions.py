@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from rolloutfleet.agent import sessions, transaction
-from rolloutfleet.agent.sessions import Session
+from rolloutfleet.agent import session as session_module
+from rolloutfleet.agent import together, transaction
+from rolloutfleet.agent.session import Session
 from rolloutfleet.api.agent import (
     BeginUpdate,
     EngineTensors,
@@ -293,7 +294,7 @@ def test_an_engine_that_hangs_falls_out_soon_after_the_others_are_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     monkeypatch.setattr(transaction, "STRAGGLER_SECONDS", 0.2)
-    monkeypatch.setattr(transaction, "STRAGGLER_FACTOR", 1.0)
+    monkeypatch.setattr(together, "STRAGGLER_FACTOR", 1.0)
     monkeypatch.setattr(transaction, "RECOGNIZE_SECONDS", 0.3)
 
     async def story(world: World) -> None:
@@ -346,7 +347,7 @@ def test_a_trainer_that_hangs_up_leaves_no_fleet_paused(
 
 
 def test_a_sender_that_never_holds_its_line_is_taken_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "HOLD_SECONDS", 0.2)
+    monkeypatch.setattr(session_module, "HOLD_SECONDS", 0.2)
 
     async def story(world: World) -> None:
         await world.sessions.begin(beginning())
