@@ -171,7 +171,8 @@ def die(options: dict[str, Any], fleet: Fleet, state: dict[str, torch.Tensor]) -
                     os.kill(pid, signal.SIGKILL)
             yield named
 
-    result = fleet.update_weights(dying(), bucket_bytes=1 << 20, timeout=60)
+    quarter = sum(tensor.nbytes for tensor in state.values()) // 4
+    result = fleet.update_weights(dying(), bucket_bytes=quarter, timeout=60)
     seconds = time.perf_counter() - moment
     assert call(options["urls"][0], "/ready", method="GET")[0] == 200
     outcomes = [verdict.outcome for verdict in result.engines]

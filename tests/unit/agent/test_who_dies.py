@@ -222,6 +222,7 @@ def test_the_agent_dies_and_one_version_serves(tmp_path: Path, transport: str) -
     """Before and after each of its calls to engines, workers and the API server."""
 
     async def story(folder: Path, dies_at: int) -> bool:
+        asyncio.get_running_loop().set_exception_handler(_not_of_the_dead)
         async with fleet_on_loopback(folder, engines=2) as world:
             prepare(world, transport)
             process = Process(dies_at)
@@ -246,6 +247,12 @@ def test_the_agent_dies_and_one_version_serves(tmp_path: Path, transport: str) -
             break
         moment += 1
     assert moment > 2 * 2 * len(CALLS[transport]), "each call to each engine, before and after"
+
+
+def _not_of_the_dead(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Nobody asks what has become of the tasks of a process that has died."""
+    if not isinstance(context.get("exception"), Died):
+        loop.default_exception_handler(context)
 
 
 async def _until_it_dies(update: Awaitable[Any]) -> None:
