@@ -7,6 +7,7 @@ that no watch can leave stale. It may read exactly these objects (their names ar
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -81,6 +82,11 @@ class Fleet:
             state, message = FleetState.UNREACHABLE, str(error)
         self.state, self.message = state, message
         await self._announce()
+
+    async def look(self) -> None:
+        """At the server alone. What goes wrong is told by the next `refresh`."""
+        with contextlib.suppress(kube.ApiError, ValidationError):
+            self.server = await self._read_server()
 
     async def _read_server(self) -> RolloutServer:
         return RolloutServer.model_validate(

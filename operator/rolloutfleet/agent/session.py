@@ -104,6 +104,7 @@ class Session:
         try:
             try:
                 await transaction.recognize()
+                await transaction.admit_late()
                 self._begun.set_result(None)
                 await self._until_over()
             except AgentError as error:

@@ -1,6 +1,6 @@
 """What every weight update does around the transfer of the weights, as a fenced transaction.
 
-1. Ask every engine who it is: one that does not answer falls out before anybody stands still. 2. Record the intent.
+1. Record the intent. 2. Ask every engine who it is: one that does not answer falls out before anybody stands still.
 3. Pause. 4. The transfer, by whoever uses this. 5. Read labels and checksums. 6. Commit version and checksums together.
 7. Continue the survivors, always. Engines that fell out stay paused: the operator takes them out of the routers and
 brings them up to date.
@@ -18,11 +18,11 @@ from typing import Any
 from rolloutfleet.agent.errors import AgentError, unavailable
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
+from rolloutfleet.agent.participants import participants_in
 from rolloutfleet.agent.together import together
 from rolloutfleet.api.agent import PauseMode, UpdateOptions, UpdateResult
 from rolloutfleet.api.common import EnginePhase
 from rolloutfleet.api.rollout_server import LastUpdate, TrainingWeights, Transport, WeightsPhase
-from rolloutfleet.api.server_group import EngineStatus, ServerGroup
 from rolloutfleet.api.weight_labels import weight_label
 from rolloutfleet.engine import sglang
 from rolloutfleet.engine.errors import EngineError, EngineRefused
@@ -130,14 +130,19 @@ class Transaction:
             raise
 
     async def recognize(self) -> None:
-        """With those that the operator has proved between our look and our intent. From then on it registers nobody,
-        but what it has asked of a router before may still be under way."""
+        """Those that were known before the intent."""
         assert self._asked is not None, "begun"
+        await self._asked
+
+    async def admit_late(self) -> list[Participant]:
+        """Those that the operator has proved between our look and our intent. From then on it registers nobody, but
+        what it has asked of a router before may still be under way."""
         known = {participant.uid for participant in self.participants}
-        await asyncio.gather(self._fleet.refresh(), self._asked)
+        await self._fleet.refresh()
         late = [newcomer for newcomer in participants_in(self._fleet) if newcomer.uid not in known]
         self.participants += late
         await self._ask(late)
+        return late
 
     async def _ask(self, who: Sequence[Participant]) -> None:
         """Who they are."""
@@ -147,8 +152,9 @@ class Transaction:
 
         await self.everywhere(ask, within=RECOGNIZE_SECONDS, among=who)
 
-    async def pause(self) -> None:
-        """What becomes of running samples is in PauseMode; only what they leave in the cache must go, or must not."""
+    async def pause(self, *, admitting: bool = False) -> None:
+        """What becomes of running samples is in PauseMode; only what they leave in the cache must go, or must not.
+        `admitting`: with those that come late, for whom nothing is to be done before."""
         self._paused_at = time.monotonic()
         mode = self._options.pause_mode
 
@@ -161,7 +167,11 @@ class Transaction:
             elif mode == "Abort":
                 await engine.flush_cache(wait_seconds=int(seconds))
 
-        await self.everywhere(pause, within=PAUSE_SECONDS)
+        if admitting:
+            _, late = await asyncio.gather(self.everywhere(pause, within=PAUSE_SECONDS), self.admit_late())
+            await self.everywhere(pause, within=PAUSE_SECONDS, among=late)
+        else:
+            await self.everywhere(pause, within=PAUSE_SECONDS)
         self.seconds["pause"] = time.monotonic() - self._paused_at
 
     async def everywhere(
@@ -259,7 +269,7 @@ class Transaction:
             seen[participant.uid] = await self._look(participant)
 
         # The commit is written against what is seen here: the operator has written its part since the intent.
-        seeing = asyncio.ensure_future(self._fleet.refresh())
+        seeing = asyncio.ensure_future(self._fleet.look())
         try:
             await self._together(self.participants, look)
         finally:
@@ -349,20 +359,6 @@ class Transaction:
             await asyncio.gather(*(one(participant) for participant in survivors if participant.role in wave))
 
 
-def participant_of(group: ServerGroup, engine: EngineStatus) -> Participant:
-    shape = engine.facts or group.spec.engine
-    return Participant(
-        pod=engine.pod,
-        uid=engine.pod_uid,
-        url=engine.url,
-        group=group.name,
-        revision=engine.revision,
-        role=engine.facts.role if engine.facts is not None else group.spec.role,
-        ranks=shape.tensor_parallel if shape is not None else 1,
-        pipeline_stages=shape.pipeline_parallel if shape is not None else 1,
-    )
-
-
 async def _flushed_beside_waiting(engine: EngineClient, seconds: float) -> None:
     """Paused by retraction. SGLang 0.5.16 does not flush while requests wait, later ones do: there they are aborted,
     and their senders generate them again."""
@@ -371,32 +367,3 @@ async def _flushed_beside_waiting(engine: EngineClient, seconds: float) -> None:
     except EngineRefused:
         await engine.abort_all()
         await engine.flush_cache(wait_seconds=int(seconds))
-
-
-def participants_in(fleet: Fleet) -> list[Participant]:
-    """Engines that may be answering requests, or could be by the time an update ends; but none whose weights are
-    released, or of which nobody knows whether they are."""
-    training = fleet.training
-    memory = training.memory.engines if training.memory else ()
-    away = {entry.uid for entry in memory if entry.state != "Known" or "weights" in entry.released}
-    held = {entry.uid for entry in memory}
-    if training.weights is not None:
-        # Proved by our own last update: status may not say Serving again yet.
-        held |= {verdict.uid for verdict in training.weights.engines if verdict.outcome == "Committed"}
-    return [
-        participant_of(group, engine)
-        for group, engine in fleet.trained_engines()
-        if engine.url and engine.pod_uid not in away and _takes_part(engine, fleet.committed_version, held)
-    ]
-
-
-def _takes_part(engine: EngineStatus, committed: int, held: set[str]) -> bool:
-    """Whoever has the committed weights may be answering requests, whatever else keeps it from serving in full; so may
-    one that has only missed a look. One that waits for this very update takes part as well; any other that is not
-    current is left to the operator, which may be loading it right now."""
-    if engine.phase is EnginePhase.DRAINING:
-        return False  # it finishes its requests and goes
-    if engine.phase is EnginePhase.SERVING or engine.weight_version == committed or engine.pod_uid in held:
-        return True
-    silent = engine.phase is EnginePhase.STARTING and engine.started
-    return silent or engine.reason == "AwaitingUpdate"
