@@ -13,6 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ENGINE_PROCESS = b"sglang"
+SCHEDULER_PROCESS = b"sglang::scheduler"
+WORKER_PROCESS = b"rolloutfleet.worker"
+AGENT_PROCESS = b"rolloutfleet.agent"
 STAND_IN_PROCESS = b"/stand-in/engine.py"
 OPERATOR_PROCESS = b"rolloutfleet"
 CONTROL_PLANE = b"--advertise-address=10.89.0.10"
@@ -86,26 +89,44 @@ def cut_off(node: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_api_server(seconds: float) -> Iterator[None]:
-    """The local cluster's API server stands still for so long, from the start of the block on; it goes on when the
-    block ends, however this process ends."""
+def stopped(found: Sequence[int]) -> Iterator[None]:
+    """These processes stand still inside the block. They go on when it ends, however this process ends."""
+    guard = subprocess.Popen(
+        ["sh", "-c", f"read line; kill -CONT {' '.join(map(str, found))}"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # who has been killed meanwhile
+        start_new_session=True,
+    )
+    assert guard.stdin is not None
+    try:
+        for process in found:
+            os.kill(process, signal.SIGSTOP)
+        yield
+    finally:
+        guard.stdin.close()
+        guard.wait(timeout=10)
+
+
+@contextlib.contextmanager
+def without_api_server(seconds: float = 0.0) -> Iterator[None]:
+    """The local cluster's API server stands still inside the block, and for so long at least."""
     (server,) = [
         int(process.name)
         for process in Path("/proc").glob("[0-9]*")
         if b"kube-apiserver" in (words := _words(process)) and CONTROL_PLANE in words
     ]
-    guard = subprocess.Popen(
-        ["sh", "-c", f"read line; kill -CONT {server}"], stdin=subprocess.PIPE, start_new_session=True
-    )
-    assert guard.stdin is not None
     began = time.monotonic()
-    try:
-        os.kill(server, signal.SIGSTOP)
+    with stopped([server]):
         yield
         time.sleep(max(began + seconds - time.monotonic(), 0.0))  # that is the fault
-    finally:
-        guard.stdin.close()
-        guard.wait(timeout=10)
+
+
+def touch(pod_uid: str, file: str, *, part: bytes) -> None:
+    """Make a file as a process of the pod sees it, without the API server."""
+    for process in processes(pod_uid, part=part):
+        place = Path(f"/proc/{process}/root") / file.removeprefix("/")
+        place.touch()
+        os.chown(place, os.stat(f"/proc/{process}").st_uid, -1)
 
 
 def _words(process: Path) -> bytes:

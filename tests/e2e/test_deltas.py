@@ -4,12 +4,15 @@ tests run in order and share one fleet."""
 from __future__ import annotations
 
 import json
+import signal
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from e2e import faults
 from e2e.fleets import (
     SHARED,
     Trainer,
@@ -29,7 +32,7 @@ PROMPTS = [[1, 2, 3], [7, 8, 9, 10]]
 GREEDY = f"fleet.generate({PROMPTS}, n=1, temperature=0.0, max_new_tokens=16, ignore_eos=True)"
 VOLUME = {"mountPath": "/weights", "volume": {"hostPath": {"path": f"{SHARED}/weights", "type": "Directory"}}}
 
-# Versions 1 (full), 2 and 3 (deltas); 5, by a trainer that began anew, and so full; and what 3 is, as one checkpoint.
+# Versions 1 (full), 2 to 4 (deltas); 5, by a trainer that began anew, and so full; and what 3 is, as one checkpoint.
 WRITE = """
 import json, sys, torch
 from safetensors.torch import load_file
@@ -47,6 +50,8 @@ for version in (1, 2, 3):
     train()
     found.append(writer.save(state, version=version))
 save_checkpoint(state, folder, version=100, base=base)
+train()
+found.append(writer.save(state, version=4))
 train()
 found.append(DeltaWriter(folder, base=base).save(state, version=5))
 print(json.dumps([[saved.version, saved.full, saved.density, saved.bytes] for saved in found]))
@@ -118,7 +123,7 @@ def test_deltas_reach_every_engine_and_samples_equal_those_of_the_full_checkpoin
         "exec", "trainer", "--container=trainer", "--", "python3", "-c", WRITE, f"/weights/{space.namespace}"
     )
     saved = json.loads(written.splitlines()[-1])
-    assert [[version, full] for version, full, *_ in saved] == [[1, True], [2, False], [3, False], [5, True]]
+    assert [[version, full] for version, full, *_ in saved] == [[v, v in (1, 5)] for v in (1, 2, 3, 4, 5)]
     assert saved[1][3] < saved[0][3] / 5, "a delta is small"
     trainer("fleet.wait_ready(engines=2, timeout=60)")
     before = tokens(trainer)
@@ -158,6 +163,26 @@ def test_an_engine_that_comes_back_catches_up_along_the_chain(space: Kubectl, tr
     assert tokens(trainer) == tokens(trainer) == expected
 
 
+def test_an_engine_that_is_killed_while_its_worker_copies_catches_up_alone(space: Kubectl, trainer: Trainer) -> None:
+    survivor, victim = engines(space, GROUP)
+    stopped = faults.stopped(faults.processes(victim["podUid"], part=faults.WORKER_PROCESS))
+    with ThreadPoolExecutor() as pool, stopped:
+        updating = pool.submit(update, space, trainer, 4)
+        copied = f"{folder(space, 4)} is at"
+        eventually(lambda: copied in worker_log(space, survivor["pod"]), 60, "the other worker has its copy")
+        assert "targetVersion" not in space.json("get", "ros", "qwen")["status"]["training"]["weights"]
+        faults.send(victim["podUid"], signal.SIGKILL)
+        outcomes = {verdict["pod"]: verdict["outcome"] for verdict in updating.result()["engines"]}
+    assert outcomes == {survivor["pod"]: "Committed", victim["pod"]: "Unreachable"}
+    expected = tokens(trainer)
+    await_routable(space, "qwen", 2)
+    back = engines(space, GROUP)[1]
+    assert back["pod"] != victim["pod"]
+    assert ": 3 deltas" in worker_log(space, back["pod"])
+    assert label_of(space, back["pod"]) == label_for(space, "qwen", 4)
+    assert tokens(trainer) == tokens(trainer) == expected
+
+
 def test_a_chain_that_is_gone_costs_no_life_and_the_next_full_version_heals(space: Kubectl, trainer: Trainer) -> None:
     space("exec", "trainer", "--container=trainer", "--", "rm", "-rf", folder(space, 1))
     space("delete", "pod", engines(space, GROUP)[0]["pod"], "--grace-period=0", "--force")
@@ -169,9 +194,9 @@ def test_a_chain_that_is_gone_costs_no_life_and_the_next_full_version_heals(spac
     engine = eventually(
         waiting, 180, "it says what it waits for", accept=lambda engine: engine.get("reason") == "CatchUpFailed"
     )
-    assert "waits for the version after 3" in engine["message"]
+    assert "waits for the version after 4" in engine["message"]
     with pytest.raises(TrainerError, match="rests on: no such folder"):
-        update(space, trainer, 2, named=4)
+        update(space, trainer, 2, named=5)
     result = update(space, trainer, 5)
     assert {verdict["outcome"] for verdict in result["engines"]} == {"Committed"}
     await_routable(space, "qwen", 2, seconds=90)

@@ -10,8 +10,10 @@ import signal
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import pytest
 
 from e2e import faults
@@ -52,6 +54,10 @@ def stopping():
                 time.sleep(0.02)
         yield name, tensor
 """
+
+
+SENDER = b"update_weights"
+"""Of the trainer's process that updates, in the lines that it runs."""
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +105,9 @@ def send(model: str, **options: Any) -> tuple[str, str]:
     return TENSORS.format(model=model), f"fleet.update_weights(state, timeout=120, {words})"
 
 
-def send_stopping(model: str) -> tuple[str, str]:
-    return TENSORS.format(model=model) + STOPPING, "fleet.update_weights(stopping(), bucket_bytes=1, timeout=120)"
+def send_stopping(model: str, source: str) -> tuple[str, str]:
+    call = f"fleet.update_weights(stopping(), bucket_bytes=1, timeout=120, source={source!r})"
+    return TENSORS.format(model=model) + STOPPING, call
 
 
 def labels(space: Kubectl) -> set[str]:
@@ -185,10 +192,13 @@ def test_tensors_that_are_no_numbers_are_refused_before_an_engine_is_asked(space
 class Stopped:
     """An update of the trainer that waits after its first tensors."""
 
-    def __init__(self, space: Kubectl, trainer: Trainer, pool: ThreadPoolExecutor, model: str) -> None:
+    def __init__(
+        self, space: Kubectl, trainer: Trainer, pool: ThreadPoolExecutor, model: str, *, source: str = ""
+    ) -> None:
         self._space = space
+        self._pod = trainer_uid(space)
         self._in_trainer("rm", "-f", "/tmp/stopped", "/tmp/go")
-        before, expression = send_stopping(model)
+        before, expression = send_stopping(model, source)
         self.result: Future[Any] = pool.submit(trainer, expression, before=before)
         eventually(self._waits, 60, "the trainer has sent its first tensors")
 
@@ -202,10 +212,51 @@ class Stopped:
         self._space("exec", "trainer", "--container=trainer", "--", *command)
 
     def go_on(self) -> None:
-        self._in_trainer("touch", "/tmp/go")
+        """Needs no API server."""
+        faults.touch(self._pod, "/tmp/go", part=SENDER)
 
 
-def restored(space: Kubectl, trainer: Trainer, version: int, tokens: Any) -> None:
+def trainer_uid(space: Kubectl) -> str:
+    return str(space.json("get", "pod", "trainer")["metadata"]["uid"])
+
+
+@contextmanager
+def in_pause(
+    space: Kubectl, trainer: Trainer, pool: ThreadPoolExecutor, model: str, waited_for: dict[str, Any]
+) -> Iterator[Future[Any]]:
+    """An update from disk that waits for this engine's scheduler, which has stopped, to pause."""
+    with faults.stopped(faults.processes(waited_for["podUid"], part=faults.SCHEDULER_PROCESS)):
+        update = pool.submit(trainer, f"fleet.update_weights('/weights/{model}', timeout=120)")
+        eventually(lambda: asked(waited_for, "/ready") is None, 60, "it has been asked to pause")
+        yield update
+
+
+@contextmanager
+def before_commit(space: Kubectl, trainer: Trainer, pool: ThreadPoolExecutor, model: str) -> Iterator[Future[Any]]:
+    """An update by broadcast that every engine has taken, and that cannot be recorded: the API server has stopped."""
+    label = label_for(space, SERVER, trainer("fleet.weight_version") + 1)
+    found = engines(space, f"{SERVER}-main")
+    update = Stopped(space, trainer, pool, model, source=f"/weights/{model}")
+    with faults.without_api_server():
+        update.go_on()
+        for engine in found:
+            eventually(
+                lambda engine=engine: (asked(engine, "/model_info") or {}).get("weight_version"),  # type: ignore[misc]
+                60,
+                f"{engine['pod']} has taken all tensors",
+                accept=lambda seen: seen == label,
+            )
+        yield update.result
+
+
+def asked(engine: dict[str, Any], path: str) -> dict[str, Any] | None:
+    """Without the API server; None if it refuses."""
+    answer = httpx.get(f"{engine['url']}{path}", timeout=10.0, trust_env=False)
+    found: dict[str, Any] | None = answer.json() if answer.content and answer.is_success else None
+    return found if answer.is_success else None
+
+
+def restored(space: Kubectl, trainer: Trainer, version: int, tokens: Any, *, seconds: float = 120.0) -> None:
     """The fleet serves one version and nothing stays paused."""
 
     def look() -> Any:
@@ -214,7 +265,7 @@ def restored(space: Kubectl, trainer: Trainer, version: int, tokens: Any) -> Non
         return phases, [paused(space, engine["pod"]) for engine in found], labels(space)
 
     wanted = (["Serving"] * 2, [False] * 2, {label_for(space, SERVER, version)})
-    eventually(look, 120, f"version {version} serves everywhere", accept=lambda seen: seen == wanted)
+    eventually(look, seconds, f"version {version} serves everywhere", accept=lambda seen: seen == wanted)
     await_routable(space, SERVER, 2, seconds=30)
     assert trainer(GREEDY) == tokens
 
@@ -263,8 +314,7 @@ def test_a_trainer_that_is_killed_between_two_buckets_leaves_the_old_version_ser
     version = settled(space, trainer)
     with ThreadPoolExecutor() as pool:
         update = Stopped(space, trainer, pool, "m1")
-        pod = space.json("get", "pod", "trainer")["metadata"]["uid"]
-        faults.send(pod, signal.SIGKILL, part=b"stopping")
+        faults.send(trainer_uid(space), signal.SIGKILL, part=SENDER)
         with pytest.raises(TrainerError):
             update.result.result()
     restored(space, trainer, version, greedy["m0"])
@@ -276,8 +326,7 @@ def test_an_agent_that_is_killed_between_two_buckets_leaves_the_old_version_serv
     version = settled(space, trainer)
     with ThreadPoolExecutor() as pool:
         update = Stopped(space, trainer, pool, "m1")
-        pod = space.json("get", "pod", "trainer")["metadata"]["uid"]
-        faults.send(pod, signal.SIGKILL, part=b"rolloutfleet.agent")
+        faults.send(trainer_uid(space), signal.SIGKILL, part=faults.AGENT_PROCESS)
         update.go_on()
         with pytest.raises(TrainerError, match="AgentUnreachable"):
             update.result.result()
@@ -285,6 +334,95 @@ def test_an_agent_that_is_killed_between_two_buckets_leaves_the_old_version_serv
     trainer("fleet.wait_ready(engines=2, timeout=120)", timeout=150)
     assert trainer("fleet.update_weights('/weights/m1', timeout=120)")["version"] == version + 1
     assert trainer(GREEDY) == greedy["m1"]
+
+
+def test_an_engine_that_is_killed_while_it_is_being_paused_catches_up_alone(
+    space: Kubectl, trainer: Trainer, greedy: dict[str, Any]
+) -> None:
+    version = settled(space, trainer)
+    victim = engines(space, f"{SERVER}-main")[1]
+    with ThreadPoolExecutor() as pool, in_pause(space, trainer, pool, "m1", victim) as update:
+        faults.send(victim["podUid"], signal.SIGKILL, part=faults.ENGINE_PROCESS)
+        result = update.result()
+    verdicts = {verdict["pod"]: verdict for verdict in result["engines"]}
+    verdict = verdicts.pop(victim["pod"])
+    assert (verdict["outcome"], "/pause_generation" in verdict["message"]) == ("Unreachable", True), verdict
+    assert [survivor["outcome"] for survivor in verdicts.values()] == ["Committed"]
+    caught_up(space, trainer, version + 1, greedy["m1"])
+
+
+def test_an_engine_that_is_killed_before_the_commit_is_recorded_catches_up_alone(
+    space: Kubectl, trainer: Trainer, greedy: dict[str, Any]
+) -> None:
+    version = settled(space, trainer)
+    victim = engines(space, f"{SERVER}-main")[1]
+    with ThreadPoolExecutor() as pool, before_commit(space, trainer, pool, "m1") as update:
+        faults.send(victim["podUid"], signal.SIGKILL, part=faults.ENGINE_PROCESS)
+    outcomes = {verdict["pod"]: verdict["outcome"] for verdict in update.result()["engines"]}
+    # It had answered for its weights by then, or had not.
+    assert outcomes.pop(victim["pod"]) in ("Committed", "Unreachable")
+    assert list(outcomes.values()) == ["Committed"]
+    caught_up(space, trainer, version + 1, greedy["m1"])
+
+
+def caught_up(space: Kubectl, trainer: Trainer, version: int, tokens: Any) -> None:
+    """The survivor serves the new version, and the other one comes back with it, without another update."""
+    assert trainer("fleet.weight_version") == version
+    assert trainer(GREEDY) == tokens
+    restored(space, trainer, version, tokens, seconds=START_SECONDS)
+
+
+def test_a_trainer_that_is_killed_in_the_pause_does_not_stop_engines_that_read_a_checkpoint(
+    space: Kubectl, trainer: Trainer, greedy: dict[str, Any]
+) -> None:
+    version = settled(space, trainer)
+    waited_for = engines(space, f"{SERVER}-main")[1]
+    with ThreadPoolExecutor() as pool:
+        with in_pause(space, trainer, pool, "m1", waited_for) as update:
+            faults.send(trainer_uid(space), signal.SIGKILL, part=SENDER)
+        with pytest.raises(TrainerError):
+            update.result()
+    restored(space, trainer, version + 1, greedy["m1"])
+
+
+def test_a_trainer_that_is_killed_before_the_commit_is_recorded_has_updated_its_fleet(
+    space: Kubectl, trainer: Trainer, greedy: dict[str, Any]
+) -> None:
+    version, pod = settled(space, trainer), trainer_uid(space)
+    with ThreadPoolExecutor() as pool:
+        with before_commit(space, trainer, pool, "m1") as update:
+            faults.send(pod, signal.SIGKILL, part=SENDER)
+        with pytest.raises(TrainerError):
+            update.result()
+    restored(space, trainer, version + 1, greedy["m1"])
+
+
+def test_an_agent_that_is_killed_in_the_pause_leaves_the_old_version_serving(
+    space: Kubectl, trainer: Trainer, greedy: dict[str, Any]
+) -> None:
+    version = settled(space, trainer)
+    waited_for = engines(space, f"{SERVER}-main")[1]
+    with ThreadPoolExecutor() as pool:
+        with in_pause(space, trainer, pool, "m1", waited_for) as update:
+            faults.send(trainer_uid(space), signal.SIGKILL, part=faults.AGENT_PROCESS)
+        with pytest.raises(TrainerError, match="AgentUnreachable"):
+            update.result()
+    restored(space, trainer, version, greedy["m0"])
+
+
+def test_an_agent_that_is_killed_before_the_commit_is_recorded_leaves_one_version_serving(
+    space: Kubectl, trainer: Trainer, greedy: dict[str, Any]
+) -> None:
+    """What it has sent to the API server, that may still do: one version or the other."""
+    version, pod = settled(space, trainer), trainer_uid(space)
+    with ThreadPoolExecutor() as pool:
+        with before_commit(space, trainer, pool, "m1") as update:
+            faults.send(pod, signal.SIGKILL, part=faults.AGENT_PROCESS)
+        with pytest.raises(TrainerError, match="AgentUnreachable"):
+            update.result()
+    committed = space.json("get", "ros", SERVER)["status"]["training"]["weights"]["version"]
+    assert committed in (version, version + 1)
+    restored(space, trainer, committed, greedy["m1" if committed > version else "m0"])
 
 
 def test_an_api_server_that_is_away_for_twenty_seconds_in_the_middle_leaves_one_version_serving(

@@ -122,6 +122,21 @@ class Peers(unittest.TestCase):
         self.assertEqual(self.groups.names("gloo"), {"well": "group-well"})
         self.groups.broadcasting(torch.full((1 << 24,), 8, dtype=torch.uint8), seconds=600.0)["well"].result(timeout=30)
 
+    def test_what_is_sent_before_the_first_has_arrived_follows_in_its_order(self) -> None:
+        engine = self.engine("one")
+        self.joined("one")
+        engine.signal(signal.SIGSTOP)
+        numbers = list(range(1, 9))
+        sent = [
+            self.groups.broadcasting(torch.full((1 << 24,), number, dtype=torch.uint8), seconds=60.0)["one"]
+            for number in numbers
+        ]
+        engine.signal(signal.SIGCONT)
+        for each in sent:
+            each.result(timeout=30.0)
+        lines = [f"received {number}" for number in numbers]
+        wait_until(lambda: engine.log.read_text().splitlines()[1:] == lines, seconds=30.0, what=f"{lines} in the log")
+
     def test_an_engine_that_waits_in_a_group_which_is_given_up_is_freed(self) -> None:
         waiting = self.engine("waiting")
         wait_until(lambda: "waits" in waiting.log.read_text(), seconds=60.0, what="it has found the store")

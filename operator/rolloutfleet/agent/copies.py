@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
 
-from rolloutfleet.engine.errors import EngineError
+from rolloutfleet.agent.together import together
 from rolloutfleet.engine.worker import WorkerClient
 from rolloutfleet.plan.update import Participant
 
 logger = logging.getLogger(__name__)
 
 STRAGGLER_SECONDS = 30.0
-STRAGGLER_FACTOR = 3.0
 
 
 class Copies:
@@ -34,41 +32,21 @@ class Copies:
         """The version is one."""
 
     async def make(self, participants: Iterable[Participant]) -> None:
-        """In all of these pods at once, where it was not tried before; each error stays with its pod.
-
-        Pods do the same work: when one is done, the others have a bounded time left, so that a worker that hangs does
-        not use up the time of the update.
-        """
+        """In all of these pods at once, where it was not tried before; each error stays with its pod."""
         tried = self.paths.keys() | self.errors.keys()
-        began = time.monotonic()
-        tasks = {asyncio.ensure_future(self._copy(one)): one for one in participants if one.uid not in tried}
-        waiting, limit = set(tasks), self._deadline
-        try:
-            while waiting:
-                left = max(limit - time.monotonic(), 0.0)
-                done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-                    if tasks[task].uid in self.paths:
-                        took = time.monotonic() - began
-                        limit = min(limit, began + took + max(STRAGGLER_SECONDS, STRAGGLER_FACTOR * took))
-                if not done:
-                    for task in waiting:
-                        self._failed(tasks[task], f"not done after {time.monotonic() - began:.1f} s")
-                    return
-        finally:
-            for task in tasks:
-                task.cancel()
+        await together(
+            [one for one in participants if one.uid not in tried],
+            self._copy,
+            falls_out=self._failed,
+            slack=STRAGGLER_SECONDS,
+            deadline=self._deadline,
+        )
 
     async def _copy(self, participant: Participant) -> None:
         seconds = max(self._deadline - time.monotonic(), 0.1)
-        try:
-            made = await self._worker(participant.url).copy(self._path, seconds=seconds)
-        except EngineError as error:
-            self._failed(participant, str(error))
-        else:
-            self.paths[participant.uid] = made.path
-            self.delta = self.delta or made.delta
+        made = await self._worker(participant.url).copy(self._path, seconds=seconds)
+        self.paths[participant.uid] = made.path
+        self.delta = self.delta or made.delta
 
     def _failed(self, participant: Participant, why: str) -> None:
         self.errors[participant.uid] = f"its worker has not copied {self._path}: {why}"

@@ -84,16 +84,18 @@ class Leadership:
         """Write our subtree. Raises AgentError when we do not lead any more, ApiError.
 
         An apply has no condition of its own: resourceVersion makes sure that nobody with a higher fencing number
-        wrote between our look and our write.
+        wrote between our last look and our write.
         """
         conflicts = 0
+        seen = self._fleet.server  # engines may stand still meanwhile: another look costs as much as the write
         while True:
             self.require()  # also the bound of this loop: while the API is away, no lease is renewed
             try:
-                await self._write_once(training)
+                await self._write_once(training, seen)
                 return
             except kube.Conflict:
                 conflicts += 1  # the operator wrote its part meanwhile
+                seen = None
                 if conflicts == WRITE_CONFLICTS:
                     text = f"status of RolloutServer {self._fleet.name} changes faster than it can be written"
                     raise conflict("Busy", text) from None
@@ -102,11 +104,14 @@ class Leadership:
             except kube.ApiError as error:
                 # Looked at anew and applied anew, the same write is safe to repeat; a fleet may be paused meanwhile.
                 logger.warning("status of %s not written yet: %s", self._fleet.name, error)
+                seen = None
                 await asyncio.sleep(WRITE_PAUSE_SECONDS)
 
-    async def _write_once(self, training: TrainingStatus) -> None:
-        fresh = await self._api.get(kube.ROLLOUT_SERVER, self._fleet.name, namespace=self._namespace)
-        written = RolloutServer.model_validate(fresh).status.training
+    async def _write_once(self, training: TrainingStatus, seen: RolloutServer | None) -> None:
+        if seen is None:
+            fresh = await self._api.get(kube.ROLLOUT_SERVER, self._fleet.name, namespace=self._namespace)
+            seen = RolloutServer.model_validate(fresh)
+        written = seen.status.training
         if written is not None and written.fence > self.lease.fence:
             raise conflict("Fenced", f"pod {written.holder} has taken over RolloutServer {self._fleet.name}")
         stamped = training.model_copy(update={"holder": self.lease.holder, "fence": self.lease.fence})
@@ -116,7 +121,7 @@ class Leadership:
             "metadata": {
                 "name": self._fleet.name,
                 "namespace": self._namespace,
-                "resourceVersion": fresh["metadata"]["resourceVersion"],
+                "resourceVersion": seen.metadata["resourceVersion"],
             },
             "status": {"training": stamped.dump()},
         }

@@ -7,7 +7,9 @@ that no watch can leave stale. It may read exactly these objects (their names ar
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Iterable
 from datetime import UTC, datetime
 
 from pydantic import ValidationError
@@ -55,10 +57,12 @@ class Fleet:
 
     async def refresh(self) -> None:
         try:
-            server = RolloutServer.model_validate(
-                await self._api.get(kube.ROLLOUT_SERVER, self.name, namespace=self._namespace)
-            )
-            self.groups = await self._read_groups(server)
+            # At once: an update waits for it.
+            known = self.server.server_groups if self.server is not None else ()
+            server, groups = await asyncio.gather(self._read_server(), self._read_groups(known))
+            groups |= await self._read_groups(set(server.server_groups) - groups.keys())
+            found = (groups[name] for name in server.server_groups)
+            self.groups = tuple(group for group in found if group is not None)
             self.server = server
             self.id = fleet_id(server.uid)
             state, message = FleetState.CONNECTED, ""
@@ -79,15 +83,28 @@ class Fleet:
         self.state, self.message = state, message
         await self._announce()
 
-    async def _read_groups(self, server: RolloutServer) -> tuple[ServerGroup, ...]:
-        found = []
-        for name in server.server_groups:
+    async def look(self) -> None:
+        """At the server alone. What goes wrong is told by the next `refresh`."""
+        with contextlib.suppress(kube.ApiError, ValidationError):
+            self.server = await self._read_server()
+
+    async def _read_server(self) -> RolloutServer:
+        return RolloutServer.model_validate(
+            await self._api.get(kube.ROLLOUT_SERVER, self.name, namespace=self._namespace)
+        )
+
+    async def _read_groups(self, names: Iterable[str]) -> dict[str, ServerGroup | None]:
+        """None where the operator has not made it yet."""
+
+        async def read(name: str) -> ServerGroup | None:
             try:
                 body = await self._api.get(kube.SERVER_GROUP, name, namespace=self._namespace)
             except kube.NotFound:
-                continue  # the operator has not made it yet
-            found.append(ServerGroup.model_validate(body))
-        return tuple(found)
+                return None
+            return ServerGroup.model_validate(body)
+
+        named = list(names)
+        return dict(zip(named, await asyncio.gather(*map(read, named)), strict=True))
 
     async def _announce(self) -> None:
         """One event on this pod when the state changes."""

@@ -25,7 +25,7 @@ from rolloutfleet.agent.gpu_memory import SharedGpus
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import APART, Fleet
 from rolloutfleet.agent.memory_record import MemoryRecord, ordered
-from rolloutfleet.agent.transaction import participant_of
+from rolloutfleet.agent.participants import participant_of
 from rolloutfleet.api.agent import MemoryRequest, MemoryResult, MemoryTag
 from rolloutfleet.api.common import EnginePhase, Role
 from rolloutfleet.api.rollout_server import TrainingStatus, TrainingWeights, WeightsPhase

@@ -19,7 +19,8 @@ from rolloutfleet.agent.memory import Memory
 from rolloutfleet.agent.observing.observations import Observations
 from rolloutfleet.agent.observing.routes import observing_routes, refuse_other_sites
 from rolloutfleet.agent.sampling import Sampler
-from rolloutfleet.agent.sessions import Session, Sessions
+from rolloutfleet.agent.session import Session
+from rolloutfleet.agent.sessions import Sessions
 from rolloutfleet.agent.store.errors import StoreError, as_refusal
 from rolloutfleet.agent.updates import Updater
 from rolloutfleet.api.agent import (

@@ -1,6 +1,6 @@
 """What every weight update does around the transfer of the weights, as a fenced transaction.
 
-1. Ask every engine who it is: one that does not answer falls out before anybody stands still. 2. Record the intent.
+1. Record the intent. 2. Ask every engine who it is: one that does not answer falls out before anybody stands still.
 3. Pause. 4. The transfer, by whoever uses this. 5. Read labels and checksums. 6. Commit version and checksums together.
 7. Continue the survivors, always. Engines that fell out stay paused: the operator takes them out of the routers and
 brings them up to date.
@@ -18,10 +18,11 @@ from typing import Any
 from rolloutfleet.agent.errors import AgentError, unavailable
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
+from rolloutfleet.agent.participants import participants_in
+from rolloutfleet.agent.together import together
 from rolloutfleet.api.agent import PauseMode, UpdateOptions, UpdateResult
 from rolloutfleet.api.common import EnginePhase
 from rolloutfleet.api.rollout_server import LastUpdate, TrainingWeights, Transport, WeightsPhase
-from rolloutfleet.api.server_group import EngineStatus, ServerGroup
 from rolloutfleet.api.weight_labels import weight_label
 from rolloutfleet.engine import sglang
 from rolloutfleet.engine.errors import EngineError, EngineRefused
@@ -38,7 +39,6 @@ CONTINUE_ATTEMPTS = 3
 LOST_POLL_SECONDS = 0.5
 CASUALTIES_TOLD = 3
 STRAGGLER_SECONDS = 5.0
-STRAGGLER_FACTOR = 3.0
 
 MODES: dict[PauseMode, sglang.PauseMode] = {"InPlace": "in_place", "Retract": "retract", "Abort": "abort"}
 
@@ -78,6 +78,7 @@ class Transaction:
         """Of all that comes before the checksums, by the monotonic clock."""
         self.began_to_load = self._began
         """Where the transfer is done by requests: when the first could begin."""
+        self._asked: asyncio.Future[None] | None = None
         self._paused_at: float | None = None
         self._before = fleet.training
         memory = self._before.memory.engines if self._before.memory else ()
@@ -120,22 +121,40 @@ class Transaction:
                 "engines": (),
             }
         )
-        await self._leadership.write(self._before.model_copy(update={"weights": self._intent}))
+        # Meanwhile, since it changes nothing.
+        self._asked = asyncio.ensure_future(self._ask(self.participants))
+        try:
+            await self._leadership.write(self._before.model_copy(update={"weights": self._intent}))
+        except BaseException:
+            self._asked.cancel()
+            raise
 
     async def recognize(self) -> None:
-        """With those that the operator has proved between our look and our intent. From then on it registers nobody,
-        but what it has asked of a router before may still be under way."""
-        await self._fleet.refresh()
+        """Those that were known before the intent."""
+        assert self._asked is not None, "begun"
+        await self._asked
+
+    async def admit_late(self) -> list[Participant]:
+        """Those that the operator has proved between our look and our intent. From then on it registers nobody, but
+        what it has asked of a router before may still be under way."""
         known = {participant.uid for participant in self.participants}
-        self.participants += [late for late in participants_in(self._fleet) if late.uid not in known]
+        await self._fleet.refresh()
+        late = [newcomer for newcomer in participants_in(self._fleet) if newcomer.uid not in known]
+        self.participants += late
+        await self._ask(late)
+        return late
+
+    async def _ask(self, who: Sequence[Participant]) -> None:
+        """Who they are."""
 
         async def ask(_: Participant, engine: EngineClient, seconds: float) -> None:
             await engine.require_fleet(self._fleet.id, seconds=seconds)
 
-        await self.everywhere(ask, within=RECOGNIZE_SECONDS)
+        await self.everywhere(ask, within=RECOGNIZE_SECONDS, among=who)
 
-    async def pause(self) -> None:
-        """What becomes of running samples is in PauseMode; only what they leave in the cache must go, or must not."""
+    async def pause(self, *, admitting: bool = False) -> None:
+        """What becomes of running samples is in PauseMode; only what they leave in the cache must go, or must not.
+        `admitting`: with those that come late, for whom nothing is to be done before."""
         self._paused_at = time.monotonic()
         mode = self._options.pause_mode
 
@@ -148,7 +167,11 @@ class Transaction:
             elif mode == "Abort":
                 await engine.flush_cache(wait_seconds=int(seconds))
 
-        await self.everywhere(pause, within=PAUSE_SECONDS)
+        if admitting:
+            _, late = await asyncio.gather(self.everywhere(pause, within=PAUSE_SECONDS), self.admit_late())
+            await self.everywhere(pause, within=PAUSE_SECONDS, among=late)
+        else:
+            await self.everywhere(pause, within=PAUSE_SECONDS)
         self.seconds["pause"] = time.monotonic() - self._paused_at
 
     async def everywhere(
@@ -166,32 +189,12 @@ class Transaction:
     async def _together(
         self, chosen: Collection[Participant], doing: Callable[[Participant], Coroutine[Any, Any, None]]
     ) -> None:
-        """All at once. Engines do the same work: when one is done, the others have a bounded time left, so that a
-        hanging one does not keep all of them standing."""
-        began = time.monotonic()
-        tasks = {asyncio.ensure_future(self._unless_lost(each, doing(each))): each for each in chosen}
-        waiting, limit = set(tasks), float("inf")
-        try:
-            while waiting:
-                left = None if limit == float("inf") else max(limit - time.monotonic(), 0.0)
-                done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    error = task.exception()
-                    if isinstance(error, EngineError):
-                        self._falls_out(tasks[task], str(error))
-                    elif error is not None:
-                        raise error
-                    elif limit == float("inf"):
-                        took = time.monotonic() - began
-                        limit = began + took + max(STRAGGLER_SECONDS, STRAGGLER_FACTOR * took)
-                if not done:
-                    for task in waiting:
-                        text = f"not done after {time.monotonic() - began:.1f} s, long after another engine was"
-                        self._falls_out(tasks[task], text)
-                    return
-        finally:
-            for task in tasks:
-                task.cancel()
+        await together(
+            chosen,
+            lambda each: self._unless_lost(each, doing(each)),
+            falls_out=self._falls_out,
+            slack=STRAGGLER_SECONDS,
+        )
 
     def _falls_out(self, participant: Participant, why: str) -> None:
         if participant.uid not in self.errors:
@@ -265,7 +268,12 @@ class Transaction:
         async def look(participant: Participant) -> None:
             seen[participant.uid] = await self._look(participant)
 
-        await self._together(self.participants, look)
+        # The commit is written against what is seen here: the operator has written its part since the intent.
+        seeing = asyncio.ensure_future(self._fleet.look())
+        try:
+            await self._together(self.participants, look)
+        finally:
+            seeing.cancel()
         return [
             seen.get(one.uid, Aftermath(one, error=self.errors.get(one.uid, ""), reachable=False))
             for one in self.participants
@@ -286,35 +294,26 @@ class Transaction:
             return Aftermath(participant, error=error or str(unreachable), reachable=False)
         return Aftermath(participant, error=error, label=info.weight_version, checksum=checksum)
 
+    def _over(self, **changed: Any) -> TrainingWeights:
+        """What the intent becomes when nothing is intended any more."""
+        closed = {"phase": WeightsPhase.COMMITTED, "target_version": None, "target_path": "", "deadline": ""}
+        return self._intent.model_copy(update=closed | changed)
+
     async def _forget(self) -> None:
         """Nothing was touched: what was proved about engines still holds."""
-        weights = self._intent.model_copy(
-            update={
-                "phase": WeightsPhase.COMMITTED,
-                "target_version": None,
-                "target_path": "",
-                "transport": self._previous.transport,
-                "deadline": "",
-                "engines": self._previous.engines,
-            }
-        )
+        kept = self._previous
+        weights = self._over(transport=kept.transport, engines=kept.engines)
         await self._leadership.write(self._before.model_copy(update={"weights": weights}))
 
     async def _commit(self, outcome: Outcome, sent_bytes: int) -> None:
         done = outcome.committed
         kept = self._previous
-        weights = self._intent.model_copy(
-            update={
-                "phase": WeightsPhase.COMMITTED,
-                "version": outcome.version,
-                "path": self._path if done else kept.path,
-                "transport": self._transport if done else kept.transport,
-                "checksums": outcome.checksums if done else kept.checksums,
-                "target_version": None,
-                "target_path": "",
-                "deadline": "",
-                "engines": outcome.verdicts,
-            }
+        weights = self._over(
+            version=outcome.version,
+            path=self._path if done else kept.path,
+            transport=self._transport if done else kept.transport,
+            checksums=outcome.checksums if done else kept.checksums,
+            engines=outcome.verdicts,
         )
         now = time.monotonic()
         seconds = {**self.seconds, "total": now - self._began}
@@ -360,20 +359,6 @@ class Transaction:
             await asyncio.gather(*(one(participant) for participant in survivors if participant.role in wave))
 
 
-def participant_of(group: ServerGroup, engine: EngineStatus) -> Participant:
-    shape = engine.facts or group.spec.engine
-    return Participant(
-        pod=engine.pod,
-        uid=engine.pod_uid,
-        url=engine.url,
-        group=group.name,
-        revision=engine.revision,
-        role=engine.facts.role if engine.facts is not None else group.spec.role,
-        ranks=shape.tensor_parallel if shape is not None else 1,
-        pipeline_stages=shape.pipeline_parallel if shape is not None else 1,
-    )
-
-
 async def _flushed_beside_waiting(engine: EngineClient, seconds: float) -> None:
     """Paused by retraction. SGLang 0.5.16 does not flush while requests wait, later ones do: there they are aborted,
     and their senders generate them again."""
@@ -382,32 +367,3 @@ async def _flushed_beside_waiting(engine: EngineClient, seconds: float) -> None:
     except EngineRefused:
         await engine.abort_all()
         await engine.flush_cache(wait_seconds=int(seconds))
-
-
-def participants_in(fleet: Fleet) -> list[Participant]:
-    """Engines that may be answering requests, or could be by the time an update ends; but none whose weights are
-    released, or of which nobody knows whether they are."""
-    training = fleet.training
-    memory = training.memory.engines if training.memory else ()
-    away = {entry.uid for entry in memory if entry.state != "Known" or "weights" in entry.released}
-    held = {entry.uid for entry in memory}
-    if training.weights is not None:
-        # Proved by our own last update: status may not say Serving again yet.
-        held |= {verdict.uid for verdict in training.weights.engines if verdict.outcome == "Committed"}
-    return [
-        participant_of(group, engine)
-        for group, engine in fleet.trained_engines()
-        if engine.url and engine.pod_uid not in away and _takes_part(engine, fleet.committed_version, held)
-    ]
-
-
-def _takes_part(engine: EngineStatus, committed: int, held: set[str]) -> bool:
-    """Whoever has the committed weights may be answering requests, whatever else keeps it from serving in full; so may
-    one that has only missed a look. One that waits for this very update takes part as well; any other that is not
-    current is left to the operator, which may be loading it right now."""
-    if engine.phase is EnginePhase.DRAINING:
-        return False  # it finishes its requests and goes
-    if engine.phase is EnginePhase.SERVING or engine.weight_version == committed or engine.pod_uid in held:
-        return True
-    silent = engine.phase is EnginePhase.STARTING and engine.started
-    return silent or engine.reason == "AwaitingUpdate"

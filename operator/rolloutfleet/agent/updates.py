@@ -13,8 +13,9 @@ from rolloutfleet.agent.copies import Copies
 from rolloutfleet.agent.errors import AgentError, conflict, invalid
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
+from rolloutfleet.agent.participants import participants_in
 from rolloutfleet.agent.preflight import checkpoint_folder, compare_checkpoint, target_version
-from rolloutfleet.agent.transaction import Transaction, participants_in
+from rolloutfleet.agent.transaction import Transaction
 from rolloutfleet.api.agent import UpdateResult, UpdateWeights
 from rolloutfleet.engine.errors import CheckpointError
 from rolloutfleet.engine.sglang import EngineClient
@@ -80,9 +81,10 @@ class Updater:
         try:
             await transaction.recognize()
             if copies is not None:
-                await copies.make(transaction.alive())  # of those that joined meanwhile
+                await transaction.admit_late()
+                await copies.make(transaction.alive())
                 transaction.errors |= copies.errors
-            await transaction.pause()
+            await transaction.pause(admitting=copies is None)
             await self._load(transaction, request.path, copies, compared=compared)
             if copies is None:
                 _refuse_what_changed(transaction, found)

@@ -176,9 +176,11 @@ class JoinGroups(Wire):
 
 class SendBucket(Wire):
     """POST /v1/servers/{role}/updates/{id}/buckets: engines receive a broadcast, while the sender sends it to all of
-    its groups. One bucket at a time for each sender. The first one pauses the fleet."""
+    its groups. The next one may be asked for before this one is answered. The first one pauses the fleet."""
 
     sender: Annotated[int, Field(ge=0)] = 0
+    number: Annotated[int, Field(ge=0)] = 0
+    """The sender counts its buckets from 0, and broadcasts them in this order: requests may arrive in another one."""
     tensors: Annotated[list[TensorMeta], Field(min_length=1, max_length=1_000_000)]
     """In the order in which they lie in the one flat tensor of bytes that is broadcast."""
 
@@ -190,7 +192,8 @@ class EngineTensors(Wire):
 
 
 class SendTensors(Wire):
-    """POST /v1/servers/{role}/updates/{id}/tensors: engines take tensors over shared memory of their GPU."""
+    """POST /v1/servers/{role}/updates/{id}/tensors: engines take tensors over shared memory of their GPU. The next
+    ones may be sent before these are answered."""
 
     sender: Annotated[int, Field(ge=0)] = 0
     tensors: Annotated[list[TensorMeta], Field(min_length=1, max_length=1_000_000)]

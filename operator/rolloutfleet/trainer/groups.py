@@ -17,7 +17,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -59,12 +58,39 @@ def require_matching_nccl() -> None:
     os.environ[CUMEM] = SGLANG_CUMEM
 
 
-@dataclass(frozen=True)
 class Group:
-    name: str
-    backend: Backend
-    end: Any
-    """Ours: a torch ProcessGroupNCCL or ProcessGroupGloo."""
+    """With one engine."""
+
+    def __init__(self, name: str, backend: Backend, end: Any) -> None:
+        """`end`: ours, a torch ProcessGroupNCCL or ProcessGroupGloo."""
+        self.name = name
+        self.backend = backend
+        self.end = end
+        self.given_up = False
+        self._last = threading.Event()
+        """Set when the last broadcast is under way: the next one follows, but does not overtake it."""
+        self._last.set()
+
+    def sending(self, flat: torch.Tensor, made: torch.cuda.Event | None, *, seconds: float) -> Future[None]:
+        """In a thread, after what is sent already; done when it has been sent. `made`: when a GPU has the tensor."""
+        before, self._last = self._last, threading.Event()
+        return _in_thread(partial(self._send, flat, made, seconds, before, self._last), f"sends to {self.name}")
+
+    def _send(
+        self,
+        flat: torch.Tensor,
+        made: torch.cuda.Event | None,
+        seconds: float,
+        before: threading.Event,
+        under_way: threading.Event,
+    ) -> None:
+        try:
+            if not before.wait(seconds) or self.given_up:
+                raise GroupError(f"{self.name} was given up before this was sent")
+            wait = _broadcast(self.end, flat, made, seconds)
+        finally:
+            under_way.set()
+        wait()
 
 
 class Groups:
@@ -105,21 +131,24 @@ class Groups:
         return _in_thread(join, f"joins {name}")
 
     def broadcasting(self, flat: torch.Tensor, *, seconds: float) -> dict[str, Future[None]]:
-        """Send to every engine at once, each in a thread of its own; done when it has been sent."""
+        """Send to every engine at once; done when it has been sent. The next one may be sent before that."""
         import torch
 
-        stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
-        return {
-            uid: _in_thread(partial(_broadcast, group.end, flat, stream, seconds), f"sends to {group.name}")
-            for uid, group in self._whole.items()
-        }
+        made = None
+        if flat.is_cuda:
+            made = torch.cuda.Event()
+            made.record(torch.cuda.current_stream(flat.device))
+        return {uid: group.sending(flat, made, seconds=seconds) for uid, group in self._whole.items()}
 
     def abort(self, uid: str) -> None:
         """Forget the group with an engine that is no more, or is stuck. NCCL ends what waits in it; gloo's end of it
         lives on in the thread that waits, until the engine's is gone or the broadcast's time is over."""
         group = self._whole.pop(uid, None)
         self._stores.pop(uid, None)
-        if group is not None and group.backend == "nccl":
+        if group is None:
+            return
+        group.given_up = True
+        if group.backend == "nccl":
             # In a thread: an abort waits for a communicator that is being made.
             self._ending = [each for each in self._ending if not each.done()]
             self._ending.append(_in_thread(group.end.abort, "aborts a group"))
@@ -172,7 +201,8 @@ def _errors_left_to_us() -> Iterator[None]:
                 os.environ[ERROR_HANDLING] = before
 
 
-def _broadcast(end: Any, flat: torch.Tensor, stream: torch.cuda.Stream | None, seconds: float) -> None:
+def _broadcast(end: Any, flat: torch.Tensor, made: torch.cuda.Event | None, seconds: float) -> Callable[[], Any]:
+    """Begin it; what is returned waits until it has been sent."""
     import torch
     import torch.distributed as dist
 
@@ -180,16 +210,15 @@ def _broadcast(end: Any, flat: torch.Tensor, stream: torch.cuda.Stream | None, s
     options.rootRank = 0
     options.rootTensor = 0
     options.timeout = timedelta(seconds=seconds)
-    if stream is None:
-        end.broadcast([flat], options).wait()
-        return
+    if made is None:
+        return partial(end.broadcast([flat], options).wait)
     with torch.cuda.device(flat.device):
         # A stream of its own: what is stuck with a dead engine must not hold up the trainer's.
         side = torch.cuda.Stream()
-        side.wait_stream(stream)
+        side.wait_event(made)
         with torch.cuda.stream(side):
             end.broadcast([flat], options).wait()
-        side.synchronize()
+    return partial(side.synchronize)
 
 
 def _in_thread(work: Callable[[], None], name: str) -> Future[None]:

@@ -8,12 +8,15 @@ holds open to the agent breaks, and the agent restores the fleet.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -55,10 +58,21 @@ SETTLE_SECONDS = 10.0
 """How much later than an engine has answered our own end of the same broadcast may be through."""
 END_SECONDS = 90.0
 """What the agent may take to verify, commit and resume after the last bucket."""
+UNDER_WAY = 2
+"""Buckets at once: while one travels, the agent and the engines are told of the next one."""
 
 Answer = TypeVar("Answer", bound=BaseModel)
-_UnderWay: TypeAlias = "tuple[Future[StepResult], dict[str, Future[None]]]"
-"""What the agent is asked for a bucket, and our own part of it by engine."""
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """A bucket that is being sent."""
+
+    bucket: Bucket
+    ordered: Future[StepResult]
+    """What the agent has been asked for. With NCCL an engine answers as soon as it has begun to receive."""
+    sent: dict[str, Future[None]]
+    """Our own part of it by engine's UID."""
 
 
 class Nothing(BaseModel):
@@ -165,8 +179,8 @@ class _Update:
         self._deadline: float = time.monotonic() + options["timeout_seconds"]
         self._engines: dict[str, UpdateEngine] = {}
         """That have not fallen out."""
-        self._travelling: dict[str, Future[None]] = {}
-        """Our part of the last bucket by engine. With NCCL an engine answers as soon as it has begun to receive."""
+        self._under_way: deque[_UnderWay] = deque()
+        self._numbers = itertools.count()
         self._bytes = 0
         self._buckets = 0
 
@@ -174,33 +188,54 @@ class _Update:
         # Of shards this process has seen its own at most, and a change of type may overflow.
         unchecked = state is None or sharded(state) or self._sending.get("dtype") is not None
         pieces = buckets(whole, self._sending.get("bucket_bytes", BUCKET_BYTES), check=unchecked)
-        bucket = next(pieces, None)
-        if bucket is None:
+        first = next(pieces, None)
+        if first is None:
             raise Refused("weights: there is not one tensor in it", code="BadRequest")
-        backend: Backend = "nccl" if bucket.flat.is_cuda else "gloo"
+        backend: Backend = "nccl" if first.flat.is_cuda else "gloo"
+        pieces = itertools.chain(iter([first]), pieces)  # an iterator that is through keeps nothing
+        del first
         if backend == "nccl" and self._transport == "distributed":
             require_matching_nccl()
-        # One for the line that is held, one for steps.
-        with ThreadPoolExecutor(2, thread_name_prefix="rolloutfleet") as threads:
+        # One for the line that is held, the others for steps.
+        with ThreadPoolExecutor(1 + UNDER_WAY, thread_name_prefix="rolloutfleet") as threads:
             self._begin(state, backend)
             held = threads.submit(self._hold)
             try:
                 if self._transport == "distributed":
                     self._join(backend)
-                while bucket is not None and self._engines:
-                    under_way = self._start(bucket, threads)
-                    try:
-                        following = next(pieces, None)  # made while this one travels
-                    finally:
-                        self._complete(bucket, under_way)
-                    bucket = following
-                self._collect(self._travelling)
-                return self._step("finish", SenderDone(sender=self._sender, bytes=self._bytes), UpdateResult)
+                self._send_all(pieces, threads)
+                return self._finish(threads)
             except BaseException:
                 self._abandon()
                 raise
             finally:
                 held.result()
+
+    def _send_all(self, pieces: Iterator[Bucket], threads: ThreadPoolExecutor) -> None:
+        """But for the way of the last one."""
+        try:
+            # Each is made while the one before travels.
+            while self._engines and (bucket := next(pieces, None)) is not None:
+                self._under_way.append(self._start(bucket, threads))
+                if len(self._under_way) == UNDER_WAY:
+                    self._complete()
+        except BaseException:
+            # An engine that has begun to receive must get all of it.
+            while self._under_way:
+                self._complete()
+            raise
+        while len(self._under_way) > 1:
+            self._complete()
+
+    def _finish(self, threads: ThreadPoolExecutor) -> UpdateResult:
+        last = self._under_way.popleft() if self._under_way else None
+        if last is not None:
+            self._answered(last)
+        done = SenderDone(sender=self._sender, bytes=self._bytes)
+        finished = threads.submit(self._step, "finish", done, UpdateResult)
+        if last is not None:
+            self._arrived(last.sent, finished)
+        return finished.result()
 
     def _begin(self, state: Any, backend: Backend) -> None:
         try:
@@ -243,52 +278,70 @@ class _Update:
             for engine in new
         }
         self._drop(self._step("groups", JoinGroups(sender=self._sender, groups=ports), StepResult))
-        self._collect(joining)
+        self._arrived(joining, None)
 
     def _start(self, bucket: Bucket, threads: ThreadPoolExecutor) -> _UnderWay:
         if self._transport == "distributed":
-            ordered = threads.submit(
-                self._step, "buckets", SendBucket(sender=self._sender, tensors=bucket.tensors), StepResult
-            )
-            return ordered, self._groups.broadcasting(bucket.flat, seconds=self._left)
+            request = SendBucket(sender=self._sender, number=next(self._numbers), tensors=bucket.tensors)
+            ordered = threads.submit(self._step, "buckets", request, StepResult)
+            return _UnderWay(bucket, ordered, self._groups.broadcasting(bucket.flat, seconds=self._left))
         shared = payloads(bucket, self._engines.values())
-        request = SendTensors(
+        tensors = SendTensors(
             sender=self._sender,
             tensors=bucket.tensors,
             engines=[EngineTensors(uid=uid, payloads=each) for uid, each in shared.items()],
         )
-        return threads.submit(self._step, "tensors", request, StepResult), {}
+        return _UnderWay(bucket, threads.submit(self._step, "tensors", tensors, StepResult), {})
 
-    def _complete(self, bucket: Bucket, under_way: _UnderWay) -> None:
-        ordered, sent = under_way
-        self._drop(ordered.result())
-        # The one before: this one travels while the engines are told of the next.
-        self._collect(self._travelling)
-        self._travelling = sent
+    def _complete(self) -> None:
+        """The oldest."""
+        oldest = self._under_way.popleft()
+        self._answered(oldest)
+        self._arrived(oldest.sent, self._under_way[0].ordered if self._under_way else None)
+
+    def _answered(self, sending: _UnderWay) -> None:
+        self._drop(sending.ordered.result())
         if self._transport == "tensor":
             collect()
-        self._bytes += bucket.flat.numel()
+        self._bytes += sending.bucket.flat.numel()
         self._buckets += 1
         progress = self._sending.get("progress")
         if progress is not None:
             progress(sent_bytes=self._bytes, buckets=self._buckets)
 
-    def _drop(self, answer: StepResult) -> None:
-        for uid in answer.failed:
+    def _drop(self, answer: StepResult | UpdateResult) -> None:
+        if isinstance(answer, StepResult):
+            fell_out = list(answer.failed)
+        else:
+            fell_out = [verdict.uid for verdict in answer.engines if verdict.outcome != "Committed"]
+        for uid in fell_out:
             self._engines.pop(uid, None)
             self._groups.abort(uid)
 
     def _collect(self, parts: dict[str, Future[None]]) -> None:
-        """Wait for our side of what has been sent to the engines that have not fallen out. One whose group has gone
-        wrong on this side hangs or holds a mixture: the checksum tells."""
+        """Each has been sent, or its group has gone wrong on this side: the engine hangs or holds a mixture, and its
+        checksum tells."""
         for uid, part in parts.items():
             if uid not in self._engines:
                 continue
-            try:
-                part.result(timeout=SETTLE_SECONDS)
-            except Exception as error:
+            error = part.exception() if part.done() else TimeoutError("not sent long after the engine had answered")
+            if error is not None:
                 logger.warning("group with %s: %s: %s", self._engines[uid].pod, type(error).__name__, error)
                 self._groups.abort(uid)
+
+    def _arrived(self, parts: dict[str, Future[None]], told: Future[StepResult] | Future[UpdateResult] | None) -> None:
+        """Wait for our side of what has been sent to the engines that have not fallen out. `told` is what the agent is
+        asked next: it knows of an engine that dies meanwhile, which NCCL does not."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while waiting := [part for uid, part in parts.items() if uid in self._engines and not part.done()]:
+            if told is not None and told.done():
+                self._drop(told.result())
+                told = None
+                continue
+            watched: list[Future[Any]] = [*waiting, *([told] if told is not None else ())]
+            if not wait(watched, timeout=max(deadline - time.monotonic(), 0.0), return_when=FIRST_COMPLETED).done:
+                break
+        self._collect(parts)
 
     def _step(self, step: str, body: BaseModel, answer: type[Answer]) -> Answer:
         seconds = self._left + END_SECONDS

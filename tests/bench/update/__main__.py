@@ -22,7 +22,7 @@ from typing import Any
 from aiohttp import web
 
 from api_server.control_plane import control_plane
-from gpu.engines import Engine
+from gpu.engines import Engine, call
 from rolloutfleet.agent.collection.collections import Collections
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
@@ -89,6 +89,10 @@ async def _measure(
     api: kube.KubeApi, engines: Sequence[Engine], mount: Path, rounds: int, size: str
 ) -> list[dict[str, Any]]:
     """`rounds` of each transport; with none, the death of the last engine in the middle of one."""
+    for engine in engines:  # another fleet's, from now on
+        body = {"model_path": f"{mount}/m0", "weight_version": "default"}
+        status, told = await asyncio.to_thread(call, engine.url, "/update_weights_from_disk", body)
+        assert status == 200, told
     async with agent(api, engines, mount):
         options = {
             "mount": str(mount),

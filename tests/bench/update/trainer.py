@@ -73,15 +73,25 @@ class ByHand:
         self.everywhere("/destroy_weights_update_group", {"group_name": "by-hand"})
         dist.destroy_process_group(self._group)
 
-    def whole(self, transfer: Callable[[], None], label: str) -> float:
+    def whole(self, transfer: Callable[[], None], label: str) -> dict[str, float]:
+        """Seconds by phase, and of all."""
         began = time.perf_counter()
         self.everywhere("/pause_generation", {"mode": "retract"})
         self.everywhere("/flush_cache", {})
+        stopped = time.perf_counter()
         transfer()
         self.everywhere("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        loaded = time.perf_counter()
         self.everywhere("/weights_checker", {"action": "checksum"})
+        checked = time.perf_counter()
         self.everywhere("/continue_generation", {})
-        return time.perf_counter() - began
+        over = time.perf_counter()
+        return {
+            "pause": stopped - began,
+            "load": loaded - stopped,
+            "verify": checked - loaded,
+            "paused": over - began,
+        }
 
     def disk(self, path: str) -> None:
         self.everywhere("/update_weights_from_disk", {"model_path": path, "flush_cache": False})
@@ -109,7 +119,7 @@ def compare(
     options: dict[str, Any],
     fleet: Fleet,
     ours: Callable[[int], Any],
-    by_hand: Callable[[int, str], float],
+    by_hand: Callable[[int, str], dict[str, float]],
 ) -> None:
     urls = options["urls"]
     ours(1)  # groups are made, caches are warm
@@ -117,7 +127,9 @@ def compare(
     ours(0)
     expected[0] = tokens(urls[0])
     label = call(urls[0], "/model_info", method="GET")[1]["weight_version"]
-    total, paused, hand = [], [], []
+    total: list[float] = []
+    mine: list[dict[str, float]] = []
+    hand: list[dict[str, float]] = []
     for number in range(options["rounds"]):
         k = (number + 1) % 2
         hand.append(by_hand(k, label))
@@ -125,22 +137,25 @@ def compare(
         began = time.perf_counter()
         result = ours(1 - k)
         total.append(time.perf_counter() - began)
-        paused.append(result.seconds["paused"])
+        mine.append(result.seconds)
         assert [verdict.outcome for verdict in result.engines] == ["Committed"] * len(urls)
         assert [tokens(url) for url in urls] == [expected[1 - k]] * len(urls), "ours"
-    print(
-        json.dumps(
-            {
-                "transport": transport,
-                "total_s": round(statistics.median(total), 4),
-                "pause_s": round(statistics.median(paused), 4),
-                "by_hand_s": round(statistics.median(hand), 4),
-                "total_ratio": round(statistics.median(total) / statistics.median(hand), 3),
-                "pause_ratio": round(statistics.median(paused) / statistics.median(hand), 3),
-            }
-        ),
-        flush=True,
-    )
+    ours_by_phase, by_hand_by_phase = _medians(mine), _medians(hand)
+    whole, standing, bare = statistics.median(total), ours_by_phase["paused"], by_hand_by_phase["paused"]
+    found = {
+        "transport": transport,
+        "total_s": round(whole, 4),
+        "pause_s": standing,
+        "by_hand_s": bare,
+        "total_ratio": round(whole / bare, 3),
+        "pause_ratio": round(standing / bare, 3),
+        "phases": {"ours": ours_by_phase, "by_hand": by_hand_by_phase},
+    }
+    print(json.dumps(found), flush=True)
+
+
+def _medians(rounds: list[dict[str, float]]) -> dict[str, float]:
+    return {phase: round(statistics.median(each[phase] for each in rounds), 4) for phase in rounds[0]}
 
 
 def die(options: dict[str, Any], fleet: Fleet, state: dict[str, torch.Tensor]) -> None:
@@ -156,7 +171,8 @@ def die(options: dict[str, Any], fleet: Fleet, state: dict[str, torch.Tensor]) -
                     os.kill(pid, signal.SIGKILL)
             yield named
 
-    result = fleet.update_weights(dying(), bucket_bytes=1 << 20, timeout=60)
+    quarter = sum(tensor.nbytes for tensor in state.values()) // 4
+    result = fleet.update_weights(dying(), bucket_bytes=quarter, timeout=60)
     seconds = time.perf_counter() - moment
     assert call(options["urls"][0], "/ready", method="GET")[0] == 200
     outcomes = [verdict.outcome for verdict in result.engines]

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from rolloutfleet.agent import sessions, transaction
-from rolloutfleet.agent.sessions import Session
+from rolloutfleet.agent import session as session_module
+from rolloutfleet.agent import together, transaction
+from rolloutfleet.agent.session import Session
 from rolloutfleet.api.agent import (
     BeginUpdate,
     EngineTensors,
@@ -167,6 +168,77 @@ def test_several_senders_send_each_a_part_and_the_last_one_commits(tmp_path: Pat
     play(tmp_path, story)
 
 
+# Buckets overlap
+
+
+def bucket(number: int) -> SendBucket:
+    return SendBucket(number=number, tensors=[WEIGHT])
+
+
+def told_of_buckets(engine: Engine) -> int:
+    return engine.asked.count("update_weights_from_distributed")
+
+
+def test_the_next_bucket_waits_at_the_agent_while_one_travels_and_each_engine_takes_it_when_it_can(
+    tmp_path: Path,
+) -> None:
+    async def story(world: World) -> None:
+        slow, gate, quick = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def wait() -> None:
+            slow.set()
+            await gate.wait()
+
+        async def second() -> None:
+            if told_of_buckets(world.engines[1]) == 2:
+                quick.set()
+
+        world.engines[0].before["update_weights_from_distributed"] = wait
+        world.engines[1].before["update_weights_from_distributed"] = second
+        session, told, _ = await begin(world)
+        await joined(session, told)
+        sending = [asyncio.ensure_future(session.send_bucket(bucket(number))) for number in (0, 1)]
+        await asyncio.gather(slow.wait(), quick.wait())
+        assert told_of_buckets(world.engines[0]) == 1, "in its scheduler a broadcast is known by its order alone"
+        gate.set()
+        assert [(await each).failed for each in sending] == [{}, {}]
+        assert [told_of_buckets(engine) for engine in world.engines] == [2, 2, 2]
+        assert (await session.finish(SenderDone())).committed
+
+    play(tmp_path, story)
+
+
+def test_buckets_reach_an_engine_in_the_order_of_their_numbers_however_their_requests_arrive(tmp_path: Path) -> None:
+    def named(number: int) -> SendBucket:
+        # The fleet's checkpoint is not mounted here: any name will do.
+        return SendBucket(number=number, tensors=[TensorMeta(name=f"w{number}", dtype="bfloat16", shape=[2])])
+
+    async def story(world: World) -> None:
+        world.change_server(model={"path": "/elsewhere"})
+        session, told, _ = await begin(world)
+        await joined(session, told)
+        sending = [asyncio.ensure_future(session.send_bucket(named(number))) for number in (2, 0, 1)]
+        await asyncio.gather(*sending)
+        assert {engine.checksum for engine in world.engines} == {"sum-of-m0+w0+w1+w2"}
+        assert (await refused(session.send_bucket(named(1)))).code == "BadRequest"
+
+    play(tmp_path, story)
+
+
+def test_an_engine_that_has_not_taken_a_bucket_is_not_told_of_the_next_one(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        world.engines[1].refuses["update_weights_from_distributed"] = (400, {"message": "no"})
+        session, told, _ = await begin(world)
+        await joined(session, told)
+        answers = await asyncio.gather(*(session.send_bucket(bucket(number)) for number in (0, 1)))
+        assert [set(answer.failed) for answer in answers] == [{world.engines[1].uid}] * 2
+        assert [told_of_buckets(engine) for engine in world.engines] == [2, 1, 2]
+        assert (await session.finish(SenderDone())).committed
+        assert outcomes(world) == ["Committed", "Failed", "Committed"]
+
+    play(tmp_path, story)
+
+
 # Something dies
 
 
@@ -222,7 +294,7 @@ def test_an_engine_that_hangs_falls_out_soon_after_the_others_are_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     monkeypatch.setattr(transaction, "STRAGGLER_SECONDS", 0.2)
-    monkeypatch.setattr(transaction, "STRAGGLER_FACTOR", 1.0)
+    monkeypatch.setattr(together, "STRAGGLER_FACTOR", 1.0)
     monkeypatch.setattr(transaction, "RECOGNIZE_SECONDS", 0.3)
 
     async def story(world: World) -> None:
@@ -275,7 +347,7 @@ def test_a_trainer_that_hangs_up_leaves_no_fleet_paused(
 
 
 def test_a_sender_that_never_holds_its_line_is_taken_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "HOLD_SECONDS", 0.2)
+    monkeypatch.setattr(session_module, "HOLD_SECONDS", 0.2)
 
     async def story(world: World) -> None:
         await world.sessions.begin(beginning())

@@ -72,6 +72,8 @@ class Engine:
         """By path: what is answered instead."""
         self.breaks_at = ""
         """Path at which it dies."""
+        self.answers: int | None = None
+        """How many calls it answers, where it dies at the next one."""
         self.before: dict[str, Callable[[], Awaitable[None]]] = {}
         """By path: what happens first."""
         self.stand_in = StandIn(self._answer)
@@ -84,7 +86,9 @@ class Engine:
         path = asked.path.partition("?")[0].strip("/")
         if path in self.before:
             await self.before[path]()
-        self.dead = self.dead or path == self.breaks_at
+        self.dead = self.dead or path == self.breaks_at or self.answers == 0
+        if self.answers:
+            self.answers -= 1
         if self.dead:
             raise HangUp
         if path in self.refuses:
@@ -154,9 +158,20 @@ class World:
         self.cluster.put("leases", {"metadata": {"name": "qwen-trainer", "namespace": "rl"}, "spec": {}})
         self.restart_agent()
 
-    def restart_agent(self) -> None:
-        """A new process of the same agent: it knows what the cluster knows and leads nothing yet."""
-        api = cast(KubeApi, self.cluster)
+    def restart_agent(self, *, api: Any = None, http: Http | None = None) -> None:
+        """A new process of the same agent: it knows what the cluster knows and leads nothing yet. `api` and `http`:
+        through which it calls, where it is not to reach everything at once."""
+        api = cast(KubeApi, api or self.cluster)
+        through = http or self.http
+
+        def client(url: str) -> EngineClient:
+            return EngineClient(url, http=through)
+
+        def worker(url: str) -> WorkerClient:
+            """The engines' stand-ins answer for the workers beside them."""
+            return WorkerClient(url, http=through)
+
+        self.client, self.worker = client, worker
         self.fleet = Fleet(api=api, namespace="rl", role="actor", name="qwen", pod_name="train", pod_uid="uid-train")
         self.leadership = Leadership(api=api, namespace="rl", fleet=self.fleet, identity="train")
         self.leadership.lease = LeaseHolder(
@@ -166,13 +181,6 @@ class World:
         self.sessions = Sessions(fleet=self.fleet, leadership=self.leadership, engine=self.client, address="127.0.0.1")
         self.memory = Memory(fleet=self.fleet, leadership=self.leadership, engine=self.client)
         self.observations = Observations()
-
-    def client(self, url: str) -> EngineClient:
-        return EngineClient(url, http=self.http)
-
-    def worker(self, url: str) -> WorkerClient:
-        """The engines' stand-ins answer for the workers beside them."""
-        return WorkerClient(url, http=self.http)
 
     def collections(self, sampler: Sampler, url: str = "http://127.0.0.1:1/v1/servers/actor") -> Collections:
         return Collections(
