@@ -32,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 async def run(settings: Settings) -> None:
+    # An answer of 8,000 tokens is 8,000 small lists that live for milliseconds. With Python's thresholds the collector
+    # looks at the whole heap for them several times, which is most of what such an answer costs.
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 50)
     api = KubeApi(load_credentials(), max_connections=16)
     http = Http(max_connections=4096)
 
@@ -115,10 +119,6 @@ async def run(settings: Settings) -> None:
 
 
 def main() -> None:
-    # An answer of 8,000 tokens is 8,000 small lists that live for milliseconds. With Python's thresholds the collector
-    # looks at the whole heap for them several times, which is most of what such an answer costs.
-    gc.freeze()
-    gc.set_threshold(100_000, 20, 50)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         settings = load_settings()

@@ -72,7 +72,7 @@ def test_an_agent_that_was_followed_by_another_one_can_hand_out_nothing(tmp_path
         ({"misspelled": 1}, "misspelled"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_its_name(tmp_path: Path, fields: dict[str, object], message: str) -> None:
+def test_what_makes_no_sense_is_refused_by_its_name(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     async def story(world: CollectionWorld) -> None:
         with pytest.raises(ValueError, match=message):
             world.asked(**fields)
