@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 GONE_KEPT = timedelta(minutes=10)
 """Far longer than any list, event or answer is under way."""
 
-STATUS_OF_OTHERS = frozenset({"Deployment", "Service", "PodDisruptionBudget"})
+STATUS_OF_OTHERS = frozenset({"ReplicaSet", "Service", "PodDisruptionBudget"})
 """Kinds whose status changes several times while pods start."""
 
 
@@ -354,7 +354,7 @@ def trimmed(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(kind: str, kept: Mapping[str, Any]) -> Any:
-    """What plans read of an object: a pod becomes Ready, a Deployment counts replicas, and nothing follows from it."""
+    """What plans read of an object: a pod becomes Ready, a ReplicaSet counts replicas, and nothing follows from it."""
     if kind == "Pod":
         component = component_of(kept)
         if component == COMPONENT_ENGINE:

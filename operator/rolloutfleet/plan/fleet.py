@@ -36,10 +36,11 @@ from rolloutfleet.plan.engines import EngineView, Weights, started_at
 from rolloutfleet.plan.external import adoptable
 from rolloutfleet.plan.groups import GroupPlan, GroupView, look_at, plan_group
 from rolloutfleet.plan.membership import Membership, membership_of, serves, table_actions, table_complete
-from rolloutfleet.plan.objects import Defaults, child_actions, disaggregated, wanted_children
+from rolloutfleet.plan.objects import ROUTER_SET, Defaults, child_actions, disaggregated, wanted_children
 from rolloutfleet.plan.observed import Fleet, parse_time
 from rolloutfleet.plan.pairing import pair_checks, with_pairing
 from rolloutfleet.plan.recovery import NODE_SILENCE, force_moments, mass_failure_of, word_due
+from rolloutfleet.plan.routers import without_early_retirements
 from rolloutfleet.plan.status import group_events, group_status, routable, server_events, server_status
 from rolloutfleet.plan.training import Training, training_of
 
@@ -69,7 +70,7 @@ def plan_fleet(fleet: Fleet, *, defaults: Defaults, applied_versions: Mapping[st
 
     objects = wanted_children(fleet.server, defaults, pairs=disaggregated(fleet.server, fleet.groups))
     objects += disruption_budgets(fleet.server, _to_be_guarded(groups, fleet, engines), training)
-    children = child_actions(fleet, objects, applied_versions)
+    children = without_early_retirements(child_actions(fleet, objects, applied_versions), fleet, objects)
     actions += [action for action in children if not _can_wait(action)]
     groups_change = _groups_change(fleet, actions)
 
@@ -104,7 +105,7 @@ def plan_fleet(fleet: Fleet, *, defaults: Defaults, applied_versions: Mapping[st
 
 def _can_wait(action: Action) -> bool:
     """Objects that no engine needs to start or to serve: the trainer's rights, and what protects from evictions."""
-    return isinstance(action, Apply) and action.manifest["kind"] not in ("ServerGroup", "Deployment", "Service")
+    return isinstance(action, Apply) and action.manifest["kind"] not in ("ServerGroup", ROUTER_SET, "Service")
 
 
 def _to_be_guarded(groups: Sequence[ServerGroup], fleet: Fleet, engines: Sequence[EngineView]) -> list[ServerGroup]:

@@ -186,6 +186,8 @@ class RouterPod:
     """By URL, as listed by the router; None while the router does not answer."""
     registering: frozenset[str] = frozenset()
     """URLs that it has been asked to add, that are not listed yet and that it may still be working on."""
+    made_by: str = ""
+    """Name of the ReplicaSet that made it."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,7 @@ class Fleet:
     """Why the last catch-up failed, by pod UID."""
     lease: LeaseView = LeaseView()
     children: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Other owned objects by `Kind/name`: Deployment, Service, Role, RoleBinding."""
+    """Other owned objects by `Kind/name`: ReplicaSet, Service, Role, RoleBinding."""
     gang_apis: frozenset[str] = frozenset()
     """apiVersions of the PodGroups that the cluster knows."""
     pod_groups: Mapping[str, PodGroup] = field(default_factory=dict)
@@ -312,6 +314,7 @@ def router_pod(
         gate=_condition(status, GATE_ROUTABLE),
         workers=workers,
         registering=registering,
+        made_by=next((o["name"] for o in metadata.get("ownerReferences") or [] if o.get("controller")), ""),
     )
 
 

@@ -206,7 +206,7 @@ def test_12_nothing_that_the_operator_makes_has_a_finalizer() -> None:
                     kinds.add(action.manifest["kind"])
                 world.perform(action)
             world.run_pods()
-    assert kinds >= {"Pod", "PodGroup", "ServerGroup", "Deployment", "Service", "Lease", "PodDisruptionBudget"}
+    assert kinds >= {"Pod", "PodGroup", "ServerGroup", "ReplicaSet", "Service", "Lease", "PodDisruptionBudget"}
 
 
 @pytest.mark.parametrize("how", ["evicted", "deleted", "preempted"])
