@@ -35,7 +35,7 @@ from rolloutfleet.plan.encoders import table_changes, with_encoders
 from rolloutfleet.plan.engines import EngineView, Weights, started_at
 from rolloutfleet.plan.external import adoptable
 from rolloutfleet.plan.groups import GroupPlan, GroupView, look_at, plan_group
-from rolloutfleet.plan.membership import Membership, membership_of, serves, table_actions, table_complete
+from rolloutfleet.plan.membership import Membership, membership_of, table_actions, takes_traffic
 from rolloutfleet.plan.objects import ROUTER_SET, Defaults, child_actions, disaggregated, wanted_children
 from rolloutfleet.plan.observed import Fleet, parse_time
 from rolloutfleet.plan.pairing import pair_checks, with_pairing
@@ -92,7 +92,9 @@ def plan_fleet(fleet: Fleet, *, defaults: Defaults, applied_versions: Mapping[st
     actions += pair_checks(engines, fleet.busy, training)
 
     generation = fleet.server.status.observed_generation if groups_change else fleet.server.generation
-    overall = server_status(fleet, statuses, membership, training, now, generation=generation)
+    # As the gates are after this plan: told in the next one, that a fleet is ready would wait for other objects.
+    routers = sum(takes_traffic(router, membership, engines) for router in fleet.router_pods)
+    overall = server_status(fleet, statuses, routers, training, now, generation=generation)
     if overall != fleet.server.status.model_copy(update={"training": None}):
         actions.append(_apply_status("RolloutServer", fleet.server, overall))
     for plan, status in statuses:
@@ -146,8 +148,7 @@ def _router_gates(fleet: Fleet, membership: Membership, engines: Sequence[Engine
     for router in fleet.router_pods:
         if not router.running:
             continue
-        empty = bool(engines) and not membership.wanted  # nothing to send requests to: it would be taken out again
-        complete = serves(router, membership) if router.gate else table_complete(router, membership) and not empty
+        complete = takes_traffic(router, membership, engines)
         if bool(router.gate) is complete or (router.gate and router.workers is None):
             continue  # one missed poll is no reason to take a replica out of its Service
         actions.append(

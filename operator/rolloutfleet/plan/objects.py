@@ -84,9 +84,9 @@ def wanted_children(server: RolloutServer, defaults: Defaults, *, pairs: bool) -
         children.append(_external_group(server, server.spec.external))
     children += [_ranks_service(server, group) for group in server.spec.groups if group.engine.nodes > 1]
     children += [_router_service(server), _router_replica_set(server, defaults, pairs=pairs)]
-    children += [_lease(server), _role(server)]
+    children.append(_lease(server))
     if server.spec.trainers.service_accounts:
-        children.append(_role_binding(server))
+        children += [_role(server), _role_binding(server)]
     return children
 
 

@@ -19,8 +19,8 @@ def without_early_retirements(
     serving = Counter(router.made_by for router in fleet.router_pods if router.running and router.gate)
     complete = serving[wanted["metadata"]["name"]] >= wanted["spec"]["replicas"]
 
-    def early(action: Action) -> bool:
-        routers = isinstance(action, DeleteObject) and action.kind == ROUTER_SET
-        return routers and not complete and serving[action.name] > 0
+    return [action for action in actions if complete or not _retires(action, serving)]
 
-    return [action for action in actions if not early(action)]
+
+def _retires(action: Action, serving: Mapping[str, int]) -> bool:
+    return isinstance(action, DeleteObject) and action.kind == ROUTER_SET and serving.get(action.name, 0) > 0

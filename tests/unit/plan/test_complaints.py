@@ -386,7 +386,8 @@ def test_28_what_is_taken_out_of_a_spec_is_removed_with_all_that_belongs_to_it()
     del world.server["spec"]["trainers"]
     world.server["spec"]["router"]["replicas"] = 1
     world.settle()
-    assert made - set(world.children) == gone | {"RoleBinding/qwen-trainer", "PodDisruptionBudget/qwen-router"}
+    rights = {"Role/qwen-trainer", "RoleBinding/qwen-trainer"}
+    assert made - set(world.children) == gone | rights | {"PodDisruptionBudget/qwen-router"}
     assert {name.rsplit("-", 3)[0] for name in world.pods} == {"qwen-main"}
     assert len(world.listed()) == 1
 
