@@ -7,6 +7,7 @@ heals deletions that a watch never told (kopf does not report what vanished whil
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -88,6 +89,8 @@ class FleetStore:
         self.tables: dict[str, dict[str, Worker] | None] = {}
         self.registering: dict[str, dict[str, Registration]] = {}
         """By UID of the router's pod and URL of the worker: what was asked for and is not listed yet."""
+        self.table_changes: Counter[str] = Counter()
+        """Requests under way that change a table, by UID of the pod that keeps it."""
         self.busy: dict[str, str] = {}
         self.create_failures: dict[FleetKey, dict[str, Trouble]] = {}
         self.catch_up_failures: dict[str, str] = {}

@@ -68,7 +68,8 @@ class Term:
         store.forget_what_was_done()
         self.prober = Prober(
             store=store,
-            enqueue=self.soon,
+            enqueue=self.queue.add,
+            enqueue_soon=self.soon,
             engine=engine,
             router=router,
             encoder=lambda url: EncoderClient(url, http=http),
@@ -90,7 +91,8 @@ class Term:
             prober=self.prober,
             engine=engine,
             worker=lambda url: WorkerClient(worker_url(url), http=http),
-            enqueue=self.soon,
+            enqueue=self.queue.add,
+            enqueue_soon=self.soon,
         )
         self._tables = Tables(
             api=api,
