@@ -46,6 +46,8 @@ from rolloutfleet.plan.training import Training, training_of
 
 PASSING_REASONS = frozenset({"WeightsUnproved", "NotRegistered"})
 """Steps of an engine that joins; they take a moment."""
+GUARD_AFTER = timedelta(seconds=2)
+"""Engines that start together have become ready by then, as their kubelets see it."""
 DRAIN_LOOKS = timedelta(seconds=1)
 """How often an engine that finishes its requests is looked at."""
 
@@ -69,7 +71,7 @@ def plan_fleet(fleet: Fleet, *, defaults: Defaults, applied_versions: Mapping[st
     actions: list[Action] = [action for action in tables if isinstance(action, Deregister)]
 
     objects = wanted_children(fleet.server, defaults, pairs=disaggregated(fleet.server, fleet.groups))
-    objects += disruption_budgets(fleet.server, _to_be_guarded(groups, fleet, engines), training)
+    objects += disruption_budgets(fleet.server, _to_be_guarded(groups, fleet, engines, now), training)
     children = without_early_retirements(child_actions(fleet, objects, applied_versions), fleet, objects)
     actions += [action for action in children if not _can_wait(action)]
     groups_change = _groups_change(fleet, actions)
@@ -102,7 +104,7 @@ def plan_fleet(fleet: Fleet, *, defaults: Defaults, applied_versions: Mapping[st
     actions += server_events(fleet.server, overall)
     if not groups_change:  # else engines would wait for these objects: the next plan, which has the groups, makes them
         actions += [action for action in children if _can_wait(action)]
-    return actions + _wake_up(engines, plans, training, now)
+    return actions + _wake_up(fleet, engines, plans, training, now)
 
 
 def _can_wait(action: Action) -> bool:
@@ -110,11 +112,23 @@ def _can_wait(action: Action) -> bool:
     return isinstance(action, Apply) and action.manifest["kind"] not in ("ServerGroup", ROUTER_SET, "Service")
 
 
-def _to_be_guarded(groups: Sequence[ServerGroup], fleet: Fleet, engines: Sequence[EngineView]) -> list[ServerGroup]:
-    """Groups with an engine that has served. Before that a budget protects nobody, since what is not ready may be
-    evicted anyway, and its controller would write its status for each pod that is made and each that starts."""
-    served = {view.group for view in engines if any(pod.gate for pod in view.pods)}
-    return [group for group in groups if group.name in served or f"PodDisruptionBudget/{group.name}" in fleet.children]
+def _to_be_guarded(
+    groups: Sequence[ServerGroup], fleet: Fleet, engines: Sequence[EngineView], now: datetime
+) -> list[ServerGroup]:
+    """Groups with an engine that has served for a moment. Before that a budget protects nobody, since what is not ready
+    may be evicted anyway, and its controller would write its status for each pod that is made and each that starts."""
+    served = {view.group for view in engines if (since := _guard_due(view)) is not None and since <= now}
+    return [group for group in groups if group.name in served or _guarded(group.name, fleet)]
+
+
+def _guard_due(view: EngineView) -> datetime | None:
+    """When its group is to have a budget on its account."""
+    since = parse_time(view.record.serving_since)
+    return None if since is None else since + GUARD_AFTER
+
+
+def _guarded(group: str, fleet: Fleet) -> bool:
+    return f"PodDisruptionBudget/{group}" in fleet.children
 
 
 def _groups_change(fleet: Fleet, actions: Sequence[Action]) -> bool:
@@ -233,12 +247,13 @@ def _unsigned(view: EngineView, training: Training) -> bool:
 
 
 def _wake_up(
-    engines: Sequence[EngineView], plans: Sequence[GroupPlan], training: Training, now: datetime
+    fleet: Fleet, engines: Sequence[EngineView], plans: Sequence[GroupPlan], training: Training, now: datetime
 ) -> list[Action]:
     """The next moment at which time alone changes the plan."""
     moments = [parse_time(view.record.retry_at) for view in engines if view.pod is None]
     silences = [parse_time(view.record.silent_since) for view in engines]
     moments += [word_due(view.record) for view in engines]
+    moments += [_guard_due(view) for view in engines if not _guarded(view.group, fleet)]
     moments += [since + NODE_SILENCE for since in silences if since is not None]
     for plan in plans:
         moments += force_moments(plan.pods, plan.group.spec.recovery)
