@@ -244,7 +244,7 @@ def engine_pod(pod: Mapping[str, Any], nodes: Mapping[str, bool | None] | None =
     """`nodes`: readiness of every node of the cluster; None while that is not known."""
     metadata, status = pod["metadata"], pod.get("status") or {}
     labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
-    return EnginePod(
+    found = EnginePod(
         name=metadata["name"],
         uid=metadata["uid"],
         group_uid=labels.get(LABEL_GROUP_UID, ""),
@@ -264,10 +264,16 @@ def engine_pod(pod: Mapping[str, Any], nodes: Mapping[str, bool | None] | None =
         trouble=pod_trouble(pod),
         gate=_condition(status, GATE_ROUTABLE),
         node=node_of(pod),
-        node_state=_node_state(node_of(pod), nodes),
         gang=gang_of_pod(metadata),
         worker=any(c["name"] == WORKER_CONTAINER for c in (pod.get("spec") or {}).get("initContainers") or []),
     )
+    return on_its_node(found, nodes)
+
+
+def on_its_node(pod: EnginePod, nodes: Mapping[str, bool | None] | None) -> EnginePod:
+    """The pod with what is known of its node now."""
+    state = _node_state(pod.node, nodes)
+    return pod if pod.node_state is state else replace(pod, node_state=state)
 
 
 def node_of(pod: Mapping[str, Any]) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 from rolloutfleet.api.rollout_server import RolloutServer
 from rolloutfleet.control.operator import Operator
+from rolloutfleet.control.reading import Reading
 from rolloutfleet.control.store import FleetKey, FleetStore
 from rolloutfleet.plan.actions import Apply
 from rolloutfleet.plan.objects import wanted_children
@@ -95,3 +97,20 @@ def test_what_plans_read_is_news() -> None:
     assert store.upsert("Pod", {**metadata, "status": gated}) == KEY
     metadata = {"metadata": {**routers["metadata"], "resourceVersion": "6"}}
     assert store.upsert("ReplicaSet", {**metadata, "spec": {"replicas": 2}}) == KEY
+
+
+def test_each_version_of_an_object_is_read_once() -> None:
+    read: list[str] = []
+
+    def read_it(body: Mapping[str, Any]) -> str:
+        read.append(body["metadata"]["resourceVersion"])
+        return str(body["value"])
+
+    reading = Reading(read_it)
+    first = {"metadata": {"uid": "u", "resourceVersion": "1"}, "value": "a"}
+    second = {"metadata": {"uid": "u", "resourceVersion": "2"}, "value": "b"}
+    assert [reading(body) for body in (first, first, second, second)] == ["a", "a", "b", "b"]
+    assert read == ["1", "2"]
+    reading.forget("u")
+    reading(second)
+    assert read == ["1", "2", "2"]
