@@ -128,7 +128,7 @@ class Term:
 
     def soon(self, key: FleetKey) -> None:
         """For what comes in bursts: the pods of a fleet start together, and their engines answer together."""
-        self.queue.add_after(key, BURST_SECONDS)
+        self.queue.add_soon(key, BURST_SECONDS)
 
     async def run(self, *, resync: Callable[[], Awaitable[None]], beside: Callable[[], Awaitable[None]]) -> None:
         """For ever; cancelled when the term ends. `beside`: what else only a leader does."""
