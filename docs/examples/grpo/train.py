@@ -16,9 +16,18 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from rolloutfleet.trainer import Fleet, SampleCollection, StepBatch, connect, prune_checkpoints, save_checkpoint
+from rolloutfleet.trainer import (
+    AgentUnreachable,
+    Fleet,
+    SampleCollection,
+    StepBatch,
+    connect,
+    prune_checkpoints,
+    save_checkpoint,
+)
 
 CLIP = 0.2
+LIVES_OF_THE_AGENT = 10
 
 
 def main() -> None:
@@ -122,7 +131,13 @@ def update(fleet: Fleet, model: torch.nn.Module, options: argparse.Namespace, ve
     path = options.weights / f"v{version:06d}"
     if not path.exists():  # an earlier life may have died between its two lines
         save_checkpoint(model, options.weights, version=version, base=options.model, dtype=torch.bfloat16)
-    version = fleet.update_weights(path, version=version).version
+    for _ in range(LIVES_OF_THE_AGENT):
+        try:
+            version = fleet.update_weights(path, version=version).version
+            break
+        except AgentUnreachable:  # it died in the middle: what it had written says how far it came
+            if fleet.wait_ready().weight_version == version:
+                break
     prune_checkpoints(options.weights, keep=3)
     return version
 
