@@ -97,8 +97,14 @@ def leased_steps(store: Path) -> int:
 
 
 def kill_an_engine(space: Kubectl) -> None:
-    engine = next(engine for engine in engines(space, f"{SERVER}-main") if engine["phase"] == "Serving")
-    faults.send(engine["podUid"], signal.SIGKILL, part=b"sglang")
+    serving: list[str] = []
+
+    def one_serves() -> bool:
+        serving[:] = [e["podUid"] for e in engines(space, f"{SERVER}-main") if e["phase"] == "Serving"]
+        return bool(serving)
+
+    eventually(one_serves, 120, "an engine serves")
+    faults.send(serving[0], signal.SIGKILL, part=b"sglang")
 
 
 def kill_the_agent(space: Kubectl) -> None:
