@@ -224,10 +224,10 @@ def trainer_uid(space: Kubectl) -> str:
 def in_pause(
     space: Kubectl, trainer: Trainer, pool: ThreadPoolExecutor, model: str, waited_for: dict[str, Any]
 ) -> Iterator[Future[Any]]:
-    """An update from disk that waits for this engine's scheduler, which has stopped, to pause."""
+    """An update from disk that waits for this engine, whose scheduler has stopped, to flush its cache in the pause."""
     with faults.stopped(faults.processes(waited_for["podUid"], part=faults.SCHEDULER_PROCESS)):
         update = pool.submit(trainer, f"fleet.update_weights('/weights/{model}', timeout=120)")
-        eventually(lambda: asked(waited_for, "/ready") is None, 60, "it has been asked to pause")
+        eventually(lambda: asked(waited_for, "/ready").status_code == 503, 60, "it has been asked to pause")
         yield update
 
 
@@ -241,7 +241,7 @@ def before_commit(space: Kubectl, trainer: Trainer, pool: ThreadPoolExecutor, mo
         update.go_on()
         for engine in found:
             eventually(
-                lambda engine=engine: (asked(engine, "/model_info") or {}).get("weight_version"),  # type: ignore[misc]
+                lambda engine=engine: asked(engine, "/model_info").json()["weight_version"],  # type: ignore[misc]
                 60,
                 f"{engine['pod']} has taken all tensors",
                 accept=lambda seen: seen == label,
@@ -249,11 +249,9 @@ def before_commit(space: Kubectl, trainer: Trainer, pool: ThreadPoolExecutor, mo
         yield update.result
 
 
-def asked(engine: dict[str, Any], path: str) -> dict[str, Any] | None:
-    """Without the API server; None if it refuses."""
-    answer = httpx.get(f"{engine['url']}{path}", timeout=10.0, trust_env=False)
-    found: dict[str, Any] | None = answer.json() if answer.content and answer.is_success else None
-    return found if answer.is_success else None
+def asked(engine: dict[str, Any], path: str) -> httpx.Response:
+    """Without the API server."""
+    return httpx.get(f"{engine['url']}{path}", timeout=10.0, trust_env=False)
 
 
 def restored(space: Kubectl, trainer: Trainer, version: int, tokens: Any, *, seconds: float = 120.0) -> None:
@@ -267,7 +265,8 @@ def restored(space: Kubectl, trainer: Trainer, version: int, tokens: Any, *, sec
     wanted = (["Serving"] * 2, [False] * 2, {label_for(space, SERVER, version)})
     eventually(look, seconds, f"version {version} serves everywhere", accept=lambda seen: seen == wanted)
     await_routable(space, SERVER, 2, seconds=30)
-    assert trainer(GREEDY) == tokens
+    # An agent that is killed often comes back later each time.
+    eventually(lambda: trainer(GREEDY), 120, "samples are those of its weights", accept=lambda seen: seen == tokens)
 
 
 def settled(space: Kubectl, trainer: Trainer) -> int:
@@ -346,7 +345,7 @@ def test_an_engine_that_is_killed_while_it_is_being_paused_catches_up_alone(
         result = update.result()
     verdicts = {verdict["pod"]: verdict for verdict in result["engines"]}
     verdict = verdicts.pop(victim["pod"])
-    assert (verdict["outcome"], "/pause_generation" in verdict["message"]) == ("Unreachable", True), verdict
+    assert (verdict["outcome"], "/flush_cache" in verdict["message"]) == ("Unreachable", True), verdict
     assert [survivor["outcome"] for survivor in verdicts.values()] == ["Committed"]
     caught_up(space, trainer, version + 1, greedy["m1"])
 
