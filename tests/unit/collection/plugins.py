@@ -23,6 +23,10 @@ def index(sample: Sample) -> float:
     return float(sample.index)
 
 
+def parts(_: Sample) -> dict[str, float]:
+    return {"right": 1.0, "short": 0.5}
+
+
 def judge_that_fails_for_the_second(sample: Sample) -> float:
     if sample.index == 1:
         raise RuntimeError("no verdict")

@@ -27,6 +27,19 @@ def test_rewards_of_a_group_and_their_advantages(tmp_path: Path) -> None:
     collect(tmp_path, story)
 
 
+def test_of_a_reward_with_parts_the_trained_one_is_named(tmp_path: Path) -> None:
+    async def story(world: CollectionWorld) -> None:
+        await world.begin(world.asked(reward=plugin("parts"), reward_key="short"))
+        batch = await world.batch(1)
+        assert (batch.rewards, batch.advantages) == ([0.5] * 4, [0.5] * 4)
+        world.trainer = "life-2"
+        await world.begin(world.asked(reward=plugin("parts")))
+        with pytest.raises(AgentError, match="reward_key: ''; the reward has right, short"):
+            await world.batch(1)
+
+    collect(tmp_path, story)
+
+
 @pytest.mark.parametrize("judge", ["judge_that_fails_for_the_second", "judge_that_hangs_for_the_second"])
 def test_a_judge_that_fails_or_hangs_costs_the_sample_that_it_was_about(tmp_path: Path, judge: str) -> None:
     async def story(world: CollectionWorld) -> None:

@@ -142,11 +142,15 @@ class CollectionRun:
         return await self._read(step)
 
     async def _refuse_if_nothing_comes(self) -> None:
-        states = (await self._ledger.run(progress, self._database, self.collection.run)).states
+        states = await self._states()
         if self._collector.exhausted and not states.get("open"):
             left = states.get("finished", 0)
             why = f"; {left} finished groups are left that fit into no batch" if left else ""
             raise conflict("Exhausted", f"run {self.collection.run} has no more prompts{why}")
+
+    async def _states(self) -> dict[str, int]:
+        """Prompts by state, those of other agents of the run too."""
+        return (await self._ledger.run(progress, self._database, self.collection.run)).states
 
     def _enough(self) -> bool:
         return self._collector.finished >= self.collection.groups_per_step or self._collector.exhausted
@@ -178,7 +182,8 @@ class CollectionRun:
 
     async def _choice(self) -> tuple[Choose, int]:
         """Which of the finished groups make the batch, and how many are looked at for it."""
-        asked, exhausted = self.collection, self._collector.exhausted
+        asked = self.collection
+        exhausted = self._collector.exhausted and not (await self._states()).get("open")
         if asked.buffer_filter is None:
             return lambda offers: _fitting(offers, asked, exhausted), asked.groups_per_step
         offers = await self._again(lambda: self._handover.offers(OFFERED))
@@ -203,7 +208,10 @@ class CollectionRun:
             except PluginError as error:
                 raise AgentError("PostProcessFailed", str(error), status=500) from error
         else:
-            values = estimated(groups, asked.estimator, asked.reward_key)
+            try:
+                values = estimated(groups, asked.estimator, asked.reward_key)
+            except ValueError as error:  # rewards of several parts, and none of them is the one
+                raise invalid("BadRequest", f"step {step}: {error}") from error
         version = self._fleet.committed_version
         last = await self._nothing_follows()
         batch = Batch(step, version, groups, values, last, asked.reward_key)
