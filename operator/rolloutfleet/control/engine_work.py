@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 RETRY_PAUSE_SECONDS = 3.0
 CATCH_UP_PAUSE_SECONDS = 15.0
 SECOND_LOOK_SECONDS = 1.0
+SILENCE_SECONDS = 5.0
+"""A scheduler that is stuck is silent for as long as it is waited for. An answer that a network lost says nothing."""
 
 Work = Verify | Adopt | CatchUp | Continue | PairCheck | Drain
 
@@ -80,15 +83,15 @@ class EngineWork:
 
     def _start(self, key: FleetKey, pods: tuple[str, ...], what: str, work: Coroutine[Any, Any, None]) -> None:
         async def run() -> None:
-            pause = 0.0
+            pause, began = 0.0, time.monotonic()
             try:
                 await work
             except (Stop, kube.ApiError) as error:
                 logger.info("%s/%s: %s of pods %s put off: %s", key.namespace, key.name, what, pods, error)
             except EngineError as error:
                 logger.warning("%s/%s: %s of pods %s failed: %s", key.namespace, key.name, what, pods, error)
-                if isinstance(error, EngineTimeout):
-                    # While it is paused its scheduler is asked nothing else.
+                if isinstance(error, EngineTimeout) and time.monotonic() - began >= SILENCE_SECONDS:
+                    # Of whatever work: while it is paused its scheduler is asked nothing else.
                     self._update_probe(pods[0], lambda probe: replace(probe, deaf=probe.deaf + 1))
                 pause = CATCH_UP_PAUSE_SECONDS if what == "catch-up" else RETRY_PAUSE_SECONDS
                 if what == "catch-up":

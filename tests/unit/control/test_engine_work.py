@@ -156,8 +156,10 @@ def test_an_adoption_changes_the_label_alone_and_what_was_proved_of_the_weights_
 def test_it_is_counted_how_often_a_scheduler_did_not_say_what_its_weights_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It may be stuck in a broadcast of a trainer that died: paused, it is asked for no token."""
+    """It may be stuck in a broadcast of a trainer that died: paused, it is asked for no token. An answer that was lost
+    at once, by a network, counts for nothing."""
     monkeypatch.setattr(sglang.EngineClient.checksum, "__kwdefaults__", {"seconds": 0.1})
+    monkeypatch.setattr(engine_work, "SILENCE_SECONDS", 10.0)
     monkeypatch.setattr(engine_work, "RETRY_PAUSE_SECONDS", 0.0)
 
     async def story(engine: Engine, store: FleetStore, perform: Perform) -> None:
@@ -168,10 +170,14 @@ def test_it_is_counted_how_often_a_scheduler_did_not_say_what_its_weights_are(
             await freed.wait()
 
         engine.before["weights_checker"] = stuck
-        await perform(Verify(pod_uid="pod", url=engine.stand_in.url, training_key="0/0/free"))
+        ask = Verify(pod_uid="pod", url=engine.stand_in.url, training_key="0/0/free")
+        await perform(ask)
+        assert store.probes["pod"].deaf == 1
+        monkeypatch.setattr(engine_work, "SILENCE_SECONDS", 0.05)
+        await perform(ask)
         assert store.probes["pod"].deaf == 2
         freed.set()
-        await perform(Verify(pod_uid="pod", url=engine.stand_in.url, training_key="0/0/free"))
+        await perform(ask)
         assert store.probes["pod"].deaf == 0
 
     scene(story)
