@@ -31,6 +31,7 @@ from rolloutfleet.kube.errors import (
 )
 from rolloutfleet.kube.http import NotSent, Unanswered, Wire
 from rolloutfleet.kube.resources import (
+    DEPLOYMENT,
     DISRUPTION_BUDGET,
     EVENT,
     LEASE,
@@ -38,7 +39,6 @@ from rolloutfleet.kube.resources import (
     NODE,
     POD,
     POD_GROUPS,
-    REPLICA_SET,
     ROLE,
     ROLE_BINDING,
     ROLLOUT_SERVER,
@@ -330,6 +330,7 @@ def _parsed(text: str | bytes) -> Any:
 
 
 __all__ = [
+    "DEPLOYMENT",
     "DISRUPTION_BUDGET",
     "EVENT",
     "LEASE",
@@ -337,7 +338,6 @@ __all__ = [
     "NODE",
     "POD",
     "POD_GROUPS",
-    "REPLICA_SET",
     "ROLE",
     "ROLE_BINDING",
     "ROLLOUT_SERVER",

@@ -34,7 +34,7 @@ POD = Resource("", "v1", "pods", "Pod")
 SERVICE = Resource("", "v1", "services", "Service")
 SECRET = Resource("", "v1", "secrets", "Secret")
 NODE = Resource("", "v1", "nodes", "Node", namespaced=False)
-REPLICA_SET = Resource("apps", "v1", "replicasets", "ReplicaSet")
+DEPLOYMENT = Resource("apps", "v1", "deployments", "Deployment")
 ROLE = Resource("rbac.authorization.k8s.io", "v1", "roles", "Role")
 ROLE_BINDING = Resource("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding")
 LEASE = Resource("coordination.k8s.io", "v1", "leases", "Lease")
@@ -59,7 +59,7 @@ _ALL = (
     NODE,
     SERVICE,
     SECRET,
-    REPLICA_SET,
+    DEPLOYMENT,
     ROLE,
     ROLE_BINDING,
     LEASE,

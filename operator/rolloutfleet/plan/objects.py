@@ -1,4 +1,4 @@
-"""The objects around the engines: ServerGroups, the router's ReplicaSet and Service, the trainers' rights."""
+"""The objects around the engines: ServerGroups, the router's Deployment and Service, the trainers' rights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from rolloutfleet.api.names import (
     LABEL_COMPONENT,
     LABEL_GROUP,
     LABEL_MANAGED_BY,
-    LABEL_REVISION,
     LABEL_SERVER,
     MANAGED_BY,
     RENDEZVOUS_PORT,
@@ -53,9 +52,7 @@ class Defaults:
     """Where engines and routers listen; `::` in a cluster whose pods have IPv6 addresses."""
 
 
-ROUTER_SET = "ReplicaSet"
-"""One for each template that routers have had and that still serves; its name ends with the template's digest."""
-CHILD_KINDS = ("ServerGroup", ROUTER_SET, "Service", "Role", "RoleBinding", "Lease", "PodDisruptionBudget")
+CHILD_KINDS = ("ServerGroup", "Deployment", "Service", "Role", "RoleBinding", "Lease", "PodDisruptionBudget")
 
 
 def child_actions(
@@ -83,10 +80,10 @@ def wanted_children(server: RolloutServer, defaults: Defaults, *, pairs: bool) -
     if server.spec.external is not None:
         children.append(_external_group(server, server.spec.external))
     children += [_ranks_service(server, group) for group in server.spec.groups if group.engine.nodes > 1]
-    children += [_router_service(server), _router_replica_set(server, defaults, pairs=pairs)]
-    children.append(_lease(server))
+    children += [_router_service(server), _router_deployment(server, defaults, pairs=pairs)]
+    children += [_lease(server), _role(server)]
     if server.spec.trainers.service_accounts:
-        children += [_role(server), _role_binding(server)]
+        children.append(_role_binding(server))
     return children
 
 
@@ -280,7 +277,7 @@ it gives a request up that the engine had taken; what the engine never acknowled
 Sysctls that every kubelet since 1.29 takes for safe."""
 
 
-def _router_replica_set(server: RolloutServer, defaults: Defaults, *, pairs: bool) -> dict[str, Any]:
+def _router_deployment(server: RolloutServer, defaults: Defaults, *, pairs: bool) -> dict[str, Any]:
     router = server.spec.router
     probe = {"path": "/liveness", "port": "http"}
     container = {
@@ -304,27 +301,26 @@ def _router_replica_set(server: RolloutServer, defaults: Defaults, *, pairs: boo
         "securityContext": restricted(),
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
     }
-    template = {
-        "enableServiceLinks": False,
-        "automountServiceAccountToken": False,
-        "terminationGracePeriodSeconds": 200,
-        "securityContext": {"sysctls": [{"name": n, "value": v} for n, v in KEEPALIVE.items()]},
-        # Traffic only when the worker table is complete: a fresh replica knows no engine.
-        "readinessGates": [{"conditionType": GATE_ROUTABLE}],
-        "containers": [container],
-        "volumes": [{"name": "tmp", "emptyDir": {}}],
-    }
-    revision = digest(template)
-    labels = {**router_labels(server), LABEL_REVISION: revision}
-    name = f"{router_name(server.name)}-{revision}"
     return {
         "apiVersion": "apps/v1",
-        "kind": ROUTER_SET,
-        "metadata": metadata_of(server, name, **{LABEL_COMPONENT: COMPONENT_ROUTER}),
+        "kind": "Deployment",
+        "metadata": metadata_of(server, router_name(server.name), **{LABEL_COMPONENT: COMPONENT_ROUTER}),
         "spec": {
             "replicas": router.replicas,
-            "selector": {"matchLabels": labels},
-            "template": {"metadata": {"labels": {**labels, LABEL_MANAGED_BY: MANAGED_BY}}, "spec": template},
+            "selector": {"matchLabels": router_labels(server)},
+            "template": {
+                "metadata": {"labels": {**router_labels(server), LABEL_MANAGED_BY: MANAGED_BY}},
+                "spec": {
+                    "enableServiceLinks": False,
+                    "automountServiceAccountToken": False,
+                    "terminationGracePeriodSeconds": 200,
+                    "securityContext": {"sysctls": [{"name": n, "value": v} for n, v in KEEPALIVE.items()]},
+                    # Traffic only when the worker table is complete: a fresh replica knows no engine.
+                    "readinessGates": [{"conditionType": GATE_ROUTABLE}],
+                    "containers": [container],
+                    "volumes": [{"name": "tmp", "emptyDir": {}}],
+                },
+            },
         },
     }
 
