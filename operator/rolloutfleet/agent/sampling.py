@@ -39,18 +39,13 @@ BAD_REQUEST = frozenset({400, 404, 405, 413, 422})
 """The request itself is wrong: the next engine would refuse it too, or die of it."""
 
 
-def from_the_start(sample: Sample) -> Sample:
-    """What is aborted begins again."""
-    return restarted(sample)
-
-
 @dataclass(frozen=True)
 class Asking:
     """How samples are asked for."""
 
     params: SamplingParams
     stop: Stop = field(default_factory=Stop)
-    to_continue: Callable[[Sample], Sample] = from_the_start
+    to_continue: Callable[[Sample], Sample] = restarted
     """What a sample that was aborted goes on with."""
     seconds: float = math.inf
     """For the sample, all attempts together; after them it is aborted."""

@@ -231,17 +231,7 @@ def instant(work: Path, tokens: int) -> dict[str, Any]:
 def running_agent(folder: Path, router: str, engines: Sequence[str]) -> Iterator[tuple[str, int]]:
     folder.mkdir(exist_ok=True)
     port = free_port()
-    fleet = {
-        "port": port,
-        "address": "127.0.0.1",
-        "model": str(folder),
-        "volume": str(folder),
-        "checksum": "",
-        "router": router,
-        "frozen": True,
-        "engines": [{"pod": f"e{n}", "uid": f"u{n}", "url": url} for n, url in enumerate(engines)],
-    }
-    (folder / "fleet.json").write_text(json.dumps(fleet))
+    test_kills.write_fleet(folder, port=port, router=router, engines=engines)
     process = FORKS.Process(target=test_kills.live, args=(folder / "fleet.json",))
     process.start()
     try:

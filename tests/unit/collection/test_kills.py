@@ -11,7 +11,7 @@ import random
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -62,17 +62,7 @@ def one_run(
     folder.mkdir()
     (folder / "data.jsonl").write_text("".join(json.dumps({"prompt": [n + 1]}) + "\n" for n in range(prompts)))
     port = free_port()
-    fleet = {
-        "port": port,
-        "address": "127.0.0.1",
-        "model": str(folder),
-        "volume": str(folder),
-        "checksum": "",
-        "router": engine,
-        "frozen": True,  # it need not lead, so its short lives are spent at work
-        "engines": [{"pod": "qwen-main-0-e1-r0", "uid": "u", "url": engine}],
-    }
-    (folder / "fleet.json").write_text(json.dumps(fleet))
+    write_fleet(folder, port=port, router=engine, engines=[engine])
     over, trained, problems = threading.Event(), {}, []  # type: ignore[var-annotated]
 
     def train() -> None:
@@ -100,6 +90,21 @@ def one_run(
     if found != Counter(every):
         raise NotOnce(found, every)
     return kills
+
+
+def write_fleet(folder: Path, *, port: int, router: str, engines: Sequence[str]) -> None:
+    """What the stand-in agent is told of its fleet. It need not lead, so its short lives are spent at work."""
+    fleet = {
+        "port": port,
+        "address": "127.0.0.1",
+        "model": str(folder),
+        "volume": str(folder),
+        "checksum": "",
+        "router": router,
+        "frozen": True,
+        "engines": [{"pod": f"e{n}", "uid": f"u{n}", "url": url} for n, url in enumerate(engines)],
+    }
+    (folder / "fleet.json").write_text(json.dumps(fleet))
 
 
 def a_life_of_the_trainer(folder: Path, url: str, trained: dict[int, list[tuple[int, int]]]) -> bool:

@@ -114,9 +114,7 @@ class Collections:
             prompts.close()
             raise
 
-        def continued(sample: Sample) -> Sample:
-            if judge.generates:
-                return sample  # the user's function has it in hands: nothing may be taken back
+        def resume(sample: Sample) -> Sample:
             return to_continue(
                 sample,
                 version=self._fleet.committed_version,
@@ -127,7 +125,8 @@ class Collections:
 
         asking = Asking(
             asked.sampling_params,
-            to_continue=continued,
+            # What a user's function has in hands may not be taken back from it.
+            to_continue=_as_it_is if judge.generates else resume,
             request_seconds=asked.request_seconds,
             attempts=asked.attempts,
             inputs=asked.request_fields,
@@ -141,7 +140,7 @@ class Collections:
             ledger=worker,
             source=WorkSource(prompts, judge=judge, n=asked.n, max_prompt_tokens=asked.max_prompt_tokens),
             making=Making(asking, engines, self._sampler, judge, self._observer, asked.seed),
-            version=lambda: self._fleet.committed_version,
+            resume=resume,
         )
         self._tickets[engines.ticket] = collector.asking
         self._observer.collection_began(trainer=asked.trainer, step=asked.step, reward_key=asked.reward_key)
@@ -229,3 +228,7 @@ class Collections:
 
 def _forget(_: Sample) -> None:
     """Nothing of an evaluation is kept."""
+
+
+def _as_it_is(sample: Sample) -> Sample:
+    return sample

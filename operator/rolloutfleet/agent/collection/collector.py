@@ -24,7 +24,7 @@ from rolloutfleet.agent.store.ledger import Claim, GroupUpdate
 from rolloutfleet.agent.store.worker import LedgerWorker
 from rolloutfleet.api.collection import Collection
 from rolloutfleet.api.samples import Sample
-from rolloutfleet.plan.collecting import groups_to_hold, to_continue
+from rolloutfleet.plan.collecting import groups_to_hold
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +48,14 @@ class Collector:
         ledger: LedgerWorker,
         source: WorkSource,
         making: Making,
-        version: Callable[[], int],
+        resume: Callable[[Sample], Sample],
     ) -> None:
-        """`version`: the committed one, whenever it is asked for."""
+        """`resume`: what a sample that is claimed again goes on with."""
         self._collection = collection
         self._ledger = ledger
         self._source = source
         self._making = making
-        self._version = version
+        self._resume = resume
         self._groups: dict[Claim, asyncio.Task[None]] = {}
         self._kept_later: dict[Claim, list[Sample]] = {}
         self._stop = making.asking.stop
@@ -173,7 +173,7 @@ class Collector:
             if work.dropped:
                 await self._save(GroupUpdate(work.claim, outcome="dropped", reason=work.dropped), [])
                 return
-            continued = [self._continued(sample) for sample in work.samples]
+            continued = [self._resume(sample) for sample in work.samples]
             making = replace(self._making, asking=self.asking())
             result = await finish_group(continued, work.prompt, making, partial(self._keep_later, work.claim))
             await self._save(_update(work.claim, result), result.samples)
@@ -189,16 +189,6 @@ class Collector:
     def asking(self) -> Asking:
         """How samples are asked for now: until the next stop."""
         return replace(self._making.asking, stop=self._stop)
-
-    def _continued(self, sample: Sample) -> Sample:
-        asked = self._collection
-        return to_continue(
-            sample,
-            version=self._version(),
-            partial=asked.partial_rollout,
-            max_staleness=asked.max_staleness,
-            stale=asked.stale,
-        )
 
     async def _save(self, update: GroupUpdate, samples: list[Sample]) -> None:
         self._kept_later.pop(update.claim, None)
