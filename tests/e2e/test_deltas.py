@@ -8,6 +8,7 @@ import signal
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from e2e.fleets import (
     rollout_server,
     trainer_pod,
 )
+from e2e.load import updated_under_load
 from e2e.support import Kubectl, eventually, remove_namespace
 
 GROUP = "qwen-main"
@@ -92,9 +94,11 @@ def folder(space: Kubectl, version: int) -> str:
     return f"/weights/{space.namespace}/v{version:06d}"
 
 
-def update(space: Kubectl, trainer: Trainer, version: int, *, named: int | None = None) -> dict[str, Any]:
-    path = folder(space, version)
-    result: dict[str, Any] = trainer(f"fleet.update_weights({path!r}, version={named or version}, timeout=120)")
+def update(
+    space: Kubectl, trainer: Trainer, version: int, *, named: int | None = None, pause_mode: str = "Retract"
+) -> dict[str, Any]:
+    arguments = f"{folder(space, version)!r}, version={named or version}, pause_mode={pause_mode!r}, timeout=120"
+    result: dict[str, Any] = trainer(f"fleet.update_weights({arguments})")
     return result
 
 
@@ -116,7 +120,7 @@ def test_each_engine_has_a_worker_beside_it(space: Kubectl, trainer: Trainer) ->
         assert status["initContainerStatuses"][0]["restartCount"] == 0
 
 
-def test_deltas_reach_every_engine_and_samples_equal_those_of_the_full_checkpoint(
+def test_deltas_reach_every_engine_under_load_and_samples_equal_those_of_the_full_checkpoint(
     space: Kubectl, trainer: Trainer
 ) -> None:
     written = space(
@@ -127,8 +131,9 @@ def test_deltas_reach_every_engine_and_samples_equal_those_of_the_full_checkpoin
     assert saved[1][3] < saved[0][3] / 5, "a delta is small"
     trainer("fleet.wait_ready(engines=2, timeout=60)")
     before = tokens(trainer)
-    for version in (1, 2, 3):
-        result = update(space, trainer, version)
+    for version, mode in enumerate(("InPlace", "Retract", "Abort"), start=1):
+        by_delta = partial(update, space, trainer, version, pause_mode=mode)
+        result = updated_under_load(space, trainer, GROUP, by_delta, pause_mode=mode)
         assert {verdict["outcome"] for verdict in result["engines"]} == {"Committed"}
         assert result["seconds"].keys() >= {"copy", "paused"}
     assert [label_of(space, engine["pod"]) for engine in engines(space, GROUP)] == [label_for(space, "qwen", 3)] * 2

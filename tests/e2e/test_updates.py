@@ -27,18 +27,16 @@ from e2e.fleets import (
     label_of,
     paused,
     rollout_server,
-    through_proxy,
     trainer_pod,
 )
+from e2e.load import PROMPTS, updated_under_load
 from e2e.support import Kubectl, eventually, remove_namespace
 
 SERVER = "upd"
-PROMPTS = [[1, 2, 3], [7, 8, 9, 10], [200, 100]]
 GREEDY = (
     f"[[s['response_tokens'] for s in g.model_dump()['samples']] for g in fleet.generate({PROMPTS}, temperature=0.0, \
 max_new_tokens=12, ignore_eos=True, timeout=120)]"
 )
-LOAD = f"fleet.generate({PROMPTS} * 2, n=4, temperature=0.0, max_new_tokens=192, ignore_eos=True, timeout=240)"
 
 TENSORS = """
 from safetensors.torch import load_file
@@ -124,34 +122,21 @@ def test_an_update_under_load_gives_the_tokens_of_a_fresh_engine_and_samples_say
 ) -> None:
     version = trainer("fleet.weight_version")
     model = "m1" if trainer(GREEDY) == greedy["m0"] else "m0"
-    with ThreadPoolExecutor() as pool:
-        load = pool.submit(trainer, LOAD, timeout=300)
-        eventually(lambda: running(space), 60, "engines generate", accept=lambda counts: all(counts))
+
+    def update() -> dict[str, Any]:
         if transport == "disk":
             arguments = f"'/weights/{model}', pause_mode={pause_mode!r}, timeout=120"
-            result = trainer(f"fleet.update_weights({arguments})")
+            result: dict[str, Any] = trainer(f"fleet.update_weights({arguments})")
         else:
             before, expression = send(model, pause_mode=pause_mode, transport=transport, source=f"/weights/{model}")
             result = trainer(expression, before=before)
-        groups = load.result()
+        return result
+
+    result = updated_under_load(space, trainer, f"{SERVER}-main", update, pause_mode=pause_mode)
     assert result["version"] == version + 1
     assert [verdict["outcome"] for verdict in result["engines"]] == ["Committed"] * 2
     assert trainer(GREEDY) == greedy[model]
     assert labels(space) == {label_for(space, SERVER, version + 1)}
-    samples = [sample for group in groups for sample in group["samples"]]
-    assert {sample["status"] for sample in samples} == {"truncated"}
-    spans = [[(span["version"], span["start"], span["end"]) for span in s["weight_versions"]] for s in samples]
-    assert all(parts[0][1] == 0 and parts[-1][2] == 192 for parts in spans)
-    assert {part[0] for parts in spans for part in parts} <= {version, version + 1}
-    both = [parts for parts in spans if [part[0] for part in parts] == [version, version + 1]]
-    if pause_mode != "Abort":
-        assert both, "no sample spans the update"
-        assert all(first[2] == second[1] for first, second in both)
-
-
-def running(space: Kubectl) -> list[int]:
-    loads = [through_proxy(space, engine["pod"], "/v1/loads") for engine in engines(space, f"{SERVER}-main")]
-    return [sum(rank["num_running_reqs"] for rank in load["loads"]) for load in loads]
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 100_000])

@@ -6,6 +6,8 @@ Python imports this module at start from PYTHONPATH; it acts only with SGLANG_US
 import os
 
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+    # OpenMP's threads wait in a loop: engines that share cores would wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
 
     class CudaRuntime:

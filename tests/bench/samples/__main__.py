@@ -1,6 +1,6 @@
 """What collecting samples through the agent costs. See README.md.
 
-usage: python -m bench.samples [--only real,instant,kills,store] [--rounds 3] [--requests 192]
+usage: python -m bench.samples [--only real,instant,kills,store] [--rounds 3] [--requests 384]
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from gpu.engines import Engine
 from rolloutfleet.agent.store.address import open_store
 from rolloutfleet.agent.store.ledger import GroupUpdate, Ledger, Run
 from rolloutfleet.api.samples import Sample, SampleStatus, VersionSpan
+from rolloutfleet.plan.concurrency import FIRST_PER_ENGINE
 from rolloutfleet.trainer import connect
 from stand_ins import agent
 from unit.collection import test_kills
@@ -39,7 +40,12 @@ from unit.collection.world import free_port
 HERE = Path(__file__).parent
 ENGINE_PYTHON = os.environ.get("ENGINE_PYTHON", sys.executable)
 FORKS = multiprocessing.get_context("forkserver")
-N, TOKENS, CONCURRENCY = 8, 48, 64
+N, TOKENS = 8, 48
+RUNNING = 32
+"""Requests that each engine runs at once (--max-running-requests): what an engine computes at once decides its speed,
+so it must be the same for both."""
+CONCURRENCY = 2 * FIRST_PER_ENGINE
+"""Open requests of the bare loop: as many as the agent begins with. Enough for both that no engine waits for them."""
 REAL_KILLS = 20
 BATCH = 16
 """Groups a step."""
@@ -74,6 +80,7 @@ def engines_and_router(work: Path) -> Iterator[tuple[list[Engine], str]]:
     make = [ENGINE_PYTHON, str(HERE.parent / "update/checkpoints.py"), str(work / "models"), "small"]
     subprocess.run(make, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=300)
     options = ["--sleep-on-idle", "--weight-version", agent.FIRST_LABEL, "--max-total-tokens", "16384"]
+    options += ["--max-running-requests", str(RUNNING)]
     engines = [
         Engine(f"e{n}", f"{work}/models/m0", port=free_port(), gpu="cpu", options=options, work=work) for n in range(2)
     ]
@@ -105,45 +112,74 @@ async def _router_is_up(url: str, engines: int) -> None:
 
 
 def real(work: Path, engines: Sequence[Engine], router: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Bare httpx and the agent in turns, with the same prompts, concurrency and router."""
+    """Bare loops and the agent in turns, with the same prompts, concurrency and router."""
     count = arguments.requests
-    bare_rates, our_rates = [], []
+    seconds: dict[str, list[float]] = {"httpx": [], "aiohttp": [], "agent": []}
     for number in range(arguments.rounds + 1):
-        bare_seconds = asyncio.run(bare(router, count))
-        our_seconds = collected(work / f"real-{number}", router, [engine.url for engine in engines], count)
+        urls = [engine.url for engine in engines]
+        now = {
+            "httpx": asyncio.run(by_httpx(router, count)),
+            "aiohttp": asyncio.run(by_aiohttp(router, count)),
+            "agent": collected(work / f"real-{number}", router, urls, count),
+        }
+        _say(f"{count} samples, seconds: {json.dumps({name: round(value, 2) for name, value in now.items()})}")
         if number:  # the first warms up
-            bare_rates.append(count / bare_seconds)
-            our_rates.append(count / our_seconds)
-        _say(f"{count} samples: bare {bare_seconds:.2f} s, through the agent {our_seconds:.2f} s")
-    ratios = [ours / bare for ours, bare in zip(our_rates, bare_rates, strict=True)]
+            for name, value in now.items():
+                seconds[name].append(value)
+
+    def ratios(bare: str) -> list[float]:
+        return [theirs / ours for theirs, ours in zip(seconds[bare], seconds["agent"], strict=True)]
+
+    rates = {name: count / statistics.median(values) for name, values in seconds.items()}
     return {
-        "real_engine_ratio": round(statistics.median(ratios), 3),
-        "real_engine_ratios": [round(ratio, 3) for ratio in ratios],
-        "samples_per_s": round(statistics.median(our_rates), 2),
-        "tokens_per_s": round(statistics.median(our_rates) * TOKENS, 1),
-        "bare_samples_per_s": round(statistics.median(bare_rates), 2),
+        "real_engine_ratio": round(statistics.median(ratios("httpx")), 3),
+        "real_engine_ratios": [round(ratio, 3) for ratio in ratios("httpx")],
+        "aiohttp_ratio": round(statistics.median(ratios("aiohttp")), 3),
+        "aiohttp_ratios": [round(ratio, 3) for ratio in ratios("aiohttp")],
+        "samples_per_s": {name: round(rate, 2) for name, rate in rates.items()},
+        "tokens_per_s": {name: round(rate * TOKENS, 1) for name, rate in rates.items()},
     }
 
 
-async def bare(router: str, count: int) -> float:
-    """Seconds for `count` samples by httpx alone."""
+async def by_httpx(router: str, count: int) -> float:
+    """Seconds for `count` samples."""
     limits = httpx.Limits(max_connections=CONCURRENCY, max_keepalive_connections=CONCURRENCY)
     async with httpx.AsyncClient(limits=limits, timeout=600, trust_env=False) as http:
-        places = asyncio.Semaphore(CONCURRENCY)
 
-        async def one(number: int) -> None:
-            body = {
-                "input_ids": prompt(number // N),
-                "sampling_params": {"max_new_tokens": TOKENS, "ignore_eos": True},
-                "return_logprob": True,
-            }
-            async with places:
-                answer = await http.post(f"{router}/generate", json=body)
-            assert len(answer.json()["meta_info"]["output_token_logprobs"]) == TOKENS
+        async def post(body: dict[str, Any]) -> Any:
+            return (await http.post(f"{router}/generate", json=body)).json()
 
-        started = time.monotonic()
-        await asyncio.gather(*map(one, range(count)))
-        return time.monotonic() - started
+        return await bare(post, count)
+
+
+async def by_aiohttp(router: str, count: int) -> float:
+    """The same with the client library of the agent: what is left is what the agent itself costs."""
+    limits = aiohttp.TCPConnector(limit=CONCURRENCY)
+    async with aiohttp.ClientSession(connector=limits, timeout=aiohttp.ClientTimeout(600)) as http:
+
+        async def post(body: dict[str, Any]) -> Any:
+            async with http.post(f"{router}/generate", json=body) as answer:
+                return await answer.json()
+
+        return await bare(post, count)
+
+
+async def bare(post: Callable[[dict[str, Any]], Awaitable[Any]], count: int) -> float:
+    places = asyncio.Semaphore(CONCURRENCY)
+
+    async def one(number: int) -> None:
+        body = {
+            "input_ids": prompt(number // N),
+            "sampling_params": {"max_new_tokens": TOKENS, "ignore_eos": True},
+            "return_logprob": True,
+        }
+        async with places:
+            answer = await post(body)
+        assert len(answer["meta_info"]["output_token_logprobs"]) == TOKENS
+
+    started = time.monotonic()
+    await asyncio.gather(*map(one, range(count)))
+    return time.monotonic() - started
 
 
 def prompt(number: int) -> list[int]:
@@ -169,7 +205,7 @@ def collected(folder: Path, router: str, engines: Sequence[str], count: int) -> 
         started = time.monotonic()
         batch = run.batch(1)
         seconds = time.monotonic() - started
-        assert len(batch.samples) == count
+        assert [len(sample.rollout_log_probs) for sample in batch.samples] == [TOKENS] * count
         fleet.close()
         return seconds
 
@@ -293,7 +329,7 @@ def _arguments() -> argparse.Namespace:
     everything = ["store", "instant", "real", "kills"]
     parser.add_argument("--only", type=lambda text: text.split(","), default=everything)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=192)
+    parser.add_argument("--requests", type=int, default=384)
     return parser.parse_args()
 
 
