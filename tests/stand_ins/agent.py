@@ -2,7 +2,8 @@
 
 `python -m stand_ins.agent FLEET.json` serves until it is told to stop. The file says which engines there are, and is
 read at each look: {"port": 8477, "address": "127.0.0.1", "model": path, "volume": path, "checksum": of version 0,
-"engines": [{"pod": name, "uid": uid, "url": url, "phase": "Serving"}], "ranks": 1, "router": url, "frozen": false}.
+"engines": [{"pod": name, "uid": uid, "url": url, "phase": "Serving"}], "ranks": 1, "router": url, "frozen": false,
+"name": of the agent's pod}.
 What the agent writes about the training goes to FLEET.json.training.
 """
 
@@ -100,7 +101,7 @@ def main(file: Path) -> None:
     vars(agent).update(KubeApi=lambda *_, **__: cluster, load_credentials=lambda: None)
     settings = Settings(
         servers={"actor": SERVER},
-        pod_name="train",
+        pod_name=told.get("name", "train"),
         pod_uid="uid-train",
         pod_ip=told["address"],
         namespace="rl",

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, JsonValue, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue, model_validator
 
 
 class SampleStatus(StrEnum):
@@ -27,6 +27,14 @@ class SampleStatus(StrEnum):
 
 FINISHED = frozenset({SampleStatus.COMPLETED, SampleStatus.TRUNCATED})
 """What may have a reward."""
+
+
+def as_text(value: str) -> str:
+    """Half a surrogate pair, which UTF-8 cannot say, becomes U+FFFD: what users' code or an engine says is shown."""
+    return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+Text = Annotated[str, AfterValidator(as_text)]
 
 
 class Part(BaseModel):
@@ -88,7 +96,7 @@ class Sample(Part):
 
     prompt_tokens: list[int] = []
     response_tokens: list[int] = []
-    response: str = ""
+    response: Text = ""
     """Text of the response, where somebody decoded it."""
     rollout_log_probs: list[float] = []
     """Natural logarithm of each response token's probability under the version that sampled it; 0 for tokens that no
@@ -100,7 +108,7 @@ class Sample(Part):
 
     reward: float | dict[str, float] | None = None
     status: SampleStatus = SampleStatus.PENDING
-    error: str = ""
+    error: Text = ""
     remove_sample: bool = False
     """Filtered out: it stays in its group for the statistics, and none of its tokens is trained."""
 

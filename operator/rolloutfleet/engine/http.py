@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any
 
 import aiohttp
@@ -21,7 +22,8 @@ from rolloutfleet.engine.errors import EngineRefused, EngineTimeout, EngineUnrea
 CONNECT_SECONDS = 5.0
 KEEP_SECONDS = 4.0
 """SGLang closes a connection that was idle for 5 s: one that we find closing costs a request."""
-
+LARGE_BODY_BYTES = 1 << 20
+"""Sent in pieces, so that others come in between: a prompt with images has megabytes."""
 
 KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -119,8 +121,14 @@ class Http:
                 limit=self._max_connections, keepalive_timeout=KEEP_SECONDS, socket_factory=kept_alive
             )
             self._session = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+        data: bytes | BytesIO | None = None
+        if body is not None:
+            data = json.dumps(body).encode()
+            headers = {"Content-Type": "application/json", **(headers or {})}
+            if len(data) > LARGE_BODY_BYTES:
+                data = BytesIO(data)
         async with self._session.request(
-            method, url, json=body, timeout=timeout, headers=headers, allow_redirects=False
+            method, url, data=data, timeout=timeout, headers=headers, allow_redirects=False
         ) as response:
             return Answer(status=response.status, body=await response.read())
 

@@ -26,6 +26,7 @@ import httpx
 
 from bench.router.parts import _process, _until_up
 from bench.scale.costs import cpu_seconds, peak_rss_mib
+from bench.telling import say, words
 from gpu.engines import Engine
 from rolloutfleet.agent.store.address import open_store
 from rolloutfleet.agent.store.ledger import GroupUpdate, Ledger, Run
@@ -86,7 +87,7 @@ def engines_and_router(work: Path) -> Iterator[tuple[list[Engine], str]]:
     ]
     try:
         for engine in engines:
-            _say(f"engine {engine.name} serves after {engine.wait(300)} s")
+            say(f"engine {engine.name} serves after {engine.wait(300)} s")
         with ExitStack() as stack:
             port = free_port()
             command = [os.environ["ROUTER_PYTHON"], "-m", "sglang_router.launch_router"]
@@ -122,7 +123,7 @@ def real(work: Path, engines: Sequence[Engine], router: str, arguments: argparse
             "aiohttp": asyncio.run(by_aiohttp(router, count)),
             "agent": collected(work / f"real-{number}", router, urls, count),
         }
-        _say(f"{count} samples, seconds: {json.dumps({name: round(value, 2) for name, value in now.items()})}")
+        say(f"{count} samples, seconds: {json.dumps({name: round(value, 2) for name, value in now.items()})}")
         if number:  # the first warms up
             for name, value in now.items():
                 seconds[name].append(value)
@@ -259,7 +260,7 @@ def instant(work: Path, tokens: int) -> dict[str, Any]:
         "cpu_seconds_per_1000_samples": round(1000 * used / samples, 2),
         "rss_mib": round(peak),
     }
-    _say(f"{tokens} tokens, instant engine: {json.dumps(result)}")
+    say(f"{tokens} tokens, instant engine: {json.dumps(result)}")
     return result
 
 
@@ -320,24 +321,17 @@ def kills(work: Path, router: str) -> dict[str, Any]:
             killed += test_kills.one_run(work / f"kills-{runs}", router, runs, prompts=16, longest_life_seconds=2.0)
         except test_kills.NotOnce as wrong:
             return {"kills": killed, "lost": wrong.lost, "doubled": wrong.doubled}
-        _say(f"{killed} kills")
+        say(f"{killed} kills")
     return {"kills": killed, "lost": 0, "doubled": 0}
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.samples")
     everything = ["store", "instant", "real", "kills"]
-    parser.add_argument("--only", type=lambda text: text.split(","), default=everything)
+    parser.add_argument("--only", type=words, default=everything)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=384)
     return parser.parse_args()
-
-
-_BEGAN = time.monotonic()
-
-
-def _say(text: str) -> None:
-    print(f"[{time.monotonic() - _BEGAN:5.0f}s] {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

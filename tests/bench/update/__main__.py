@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 from aiohttp import web
 
 from api_server.control_plane import control_plane
+from bench.telling import numbers, say, words
 from gpu.engines import Engine, call
 from rolloutfleet.agent.collection.collections import Collections
 from rolloutfleet.agent.leadership import Leadership
@@ -53,7 +53,7 @@ def main() -> int:
         work = Path(folder)
         models = {size: work / size for size in arguments.sizes}
         for size, models_folder in models.items():
-            _say(f"making two {size} checkpoints")
+            say(f"making two {size} checkpoints")
             make = [ENGINE_PYTHON, str(HERE / "checkpoints.py"), str(models_folder), size]
             subprocess.run(make, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=300)
         (work / "control").mkdir()
@@ -72,7 +72,7 @@ async def _runs(
             engines = [_engine(number, mount, work) for number in range(max(arguments.engines))]
             try:
                 for engine in engines:
-                    _say(f"{size}: engine {engine.name} serves after {engine.wait(START_SECONDS)} s")
+                    say(f"{size}: engine {engine.name} serves after {engine.wait(START_SECONDS)} s")
                 for count in arguments.engines:
                     found += await _measure(api, engines[:count], mount, arguments.rounds, size)
                 if len(engines) > 1:
@@ -111,7 +111,7 @@ async def _measure(
         raise SystemExit(f"the trainer ended with {process.returncode}")
     found = [{"size": size, "engines": len(engines), **json.loads(line)} for line in told.decode().splitlines()]
     for result in found:
-        _say(json.dumps(result))
+        say(json.dumps(result))
     return found
 
 
@@ -224,18 +224,10 @@ def summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.update")
-    numbers = [1, 2, 4]
-    parser.add_argument("--engines", type=lambda text: [int(word) for word in text.split(",")], default=numbers)
-    parser.add_argument("--sizes", type=lambda text: text.split(","), default=["small", "large"])
+    parser.add_argument("--engines", type=numbers, default=[1, 2, 4])
+    parser.add_argument("--sizes", type=words, default=["small", "large"])
     parser.add_argument("--rounds", type=int, default=5)
     return parser.parse_args()
-
-
-_BEGAN = time.monotonic()
-
-
-def _say(text: str) -> None:
-    print(f"[{time.monotonic() - _BEGAN:5.0f}s] {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,23 @@ class StandInApi:
         wanted = dict(pair.split("=") for pair in request.query.get("labelSelector", "").split(",") if pair)
         bodies = [body for (kind, _), body in self.objects.items() if kind == plural]
         return [body for body in bodies if wanted.items() <= body["metadata"].get("labels", {}).items()]
+
+
+EXEC_SUCCESS = b'\3{"status": "Success"}'
+
+
+def exec_failure(code: int) -> bytes:
+    causes = [{"reason": "ExitCode", "message": str(code)}]
+    return b"\3" + json.dumps({"status": "Failure", "details": {"causes": causes}}).encode()
+
+
+async def exec_answer(request: web.Request, messages: Iterable[bytes]) -> web.WebSocketResponse:
+    """What exec in a pod answers: messages, each with its channel before it (1: stdout, 2: stderr, 3: how it ended)."""
+    socket = web.WebSocketResponse(protocols=["v5.channel.k8s.io"])
+    await socket.prepare(request)
+    for message in messages:
+        await socket.send_bytes(message)
+    return socket
 
 
 def _merge(into: Body, change: Body) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from rolloutfleet.cli import faults
 from rolloutfleet.cli.in_pod import memory, network, signals
 from rolloutfleet.cli.main import main
 from unit.cli.objects import Body, condition, engine, group, server
-from unit.cli.stand_in_api import StandInApi, serving
+from unit.cli.stand_in_api import EXEC_SUCCESS, StandInApi, exec_answer, exec_failure, serving
 
 POD = "qwen-main-0-e1-r0"
 Call = Callable[..., tuple[int, str, str]]
@@ -73,20 +72,9 @@ class Shell:
 
     async def _handle(self, request: web.Request, _: Any) -> web.WebSocketResponse:
         self.commands.append(request.query.getall("command"))
-        socket = web.WebSocketResponse(protocols=["v5.channel.k8s.io"])
-        await socket.prepare(request)
-        for message in self._messages:
-            await socket.send_bytes(message)
+        socket = await exec_answer(request, self._messages)
         self._then()
         return socket
-
-
-SUCCESS = b'\3{"status": "Success"}'
-
-
-def exited(code: int) -> bytes:
-    causes = [{"reason": "ExitCode", "message": str(code)}]
-    return b"\3" + json.dumps({"status": "Failure", "details": {"causes": causes}}).encode()
 
 
 # Refusals
@@ -148,14 +136,14 @@ def test_a_nodes_network_is_not_cut(api: StandInApi, call: Call) -> None:
 
 
 def test_kill_sends_the_script_and_says_what_it_did(api: StandInApi, call: Call) -> None:
-    shell = Shell(api, b"\1SIGKILL to 4 processes\n", SUCCESS)
+    shell = Shell(api, b"\1SIGKILL to 4 processes\n", EXEC_SUCCESS)
     code, out, _ = call("qwen-main-0", "--fault=kill")
     assert (code, out.splitlines()[0]) == (0, f"pod {POD}: SIGKILL to 4 processes")
     assert shell.commands == [["python3", "-I", "-S", "-c", Path(str(signals.__file__)).read_text(), "SIGKILL"]]
 
 
 def test_a_kill_that_takes_the_shell_with_it_has_worked(api: StandInApi, call: Call) -> None:
-    Shell(api, exited(137))
+    Shell(api, exec_failure(137))
     assert call("qwen-main-0", "--fault=kill")[0] == 0
 
 
@@ -170,13 +158,13 @@ def test_a_kill_whose_end_nobody_hears_is_judged_by_the_container(
 
 
 def test_a_hang_ends_after_the_seconds_that_were_given(api: StandInApi, call: Call) -> None:
-    shell = Shell(api, b"\1SIGSTOP to 4 processes\n", SUCCESS)
+    shell = Shell(api, b"\1SIGSTOP to 4 processes\n", EXEC_SUCCESS)
     assert "SIGSTOP to 4 processes, SIGCONT in 7 s" in call("qwen-main-0", "--fault=hang", "--seconds=7")[1]
     assert shell.commands[0][-2:] == ["SIGSTOP", "7.0"]
 
 
 def test_a_script_that_fails_says_its_last_line(api: StandInApi, call: Call) -> None:
-    Shell(api, b"\2Traceback\nnobody was killed\n", exited(1))
+    Shell(api, b"\2Traceback\nnobody was killed\n", exec_failure(1))
     code, _, err = call("qwen-main-0", "--fault=memory")
     assert code == 3
     assert f"{POD}: nobody was killed" in err

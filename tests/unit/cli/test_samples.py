@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import sys
@@ -25,7 +24,7 @@ from rolloutfleet.api.samples_view import SamplesView, SampleView
 from rolloutfleet.cli.main import main
 from rolloutfleet.cli.samples_text import TOKENS, _short, as_text, printable, sample_text, sparkline
 from unit.cli.objects import engine, group, server
-from unit.cli.stand_in_api import StandInApi, serving
+from unit.cli.stand_in_api import EXEC_SUCCESS, StandInApi, exec_answer, exec_failure, serving
 
 Call = Callable[..., tuple[int, str, str]]
 
@@ -69,14 +68,8 @@ class Exec:
             env=os.environ | {"ROLLOUTFLEET_AGENT_PORT": str(self.port), "http_proxy": "http://127.0.0.1:1"},
         )
         out, err = await process.communicate()
-        socket = web.WebSocketResponse(protocols=["v5.channel.k8s.io"])
-        await socket.prepare(request)
-        await socket.send_bytes(b"\1" + out)
-        await socket.send_bytes(b"\2" + err)
-        causes = [{"reason": "ExitCode", "message": str(process.returncode)}]
-        failed = {"status": "Failure", "details": {"causes": causes}}
-        await socket.send_bytes(b"\3" + json.dumps(failed if process.returncode else {"status": "Success"}).encode())
-        return socket
+        end = exec_failure(process.returncode) if process.returncode else EXEC_SUCCESS
+        return await exec_answer(request, [b"\1" + out, b"\2" + err, end])
 
 
 @pytest.fixture

@@ -81,3 +81,28 @@ async def as_many_as_the_label(sample: Sample, params: dict[str, Any], engines: 
 async def never(_: Sample, __: dict[str, Any], ___: Engines) -> Sample:
     await asyncio.Event().wait()
     raise AssertionError
+
+
+def notes_half_a_surrogate_pair(sample: Sample) -> Sample:
+    return sample.changed(metadata={"note": "\ud83d"})
+
+
+def writes_half_a_surrogate_pair(sample: Sample) -> Sample:
+    return sample.changed(response="good \ud83d")
+
+
+def drops_for_half_a_surrogate_pair(_: Sequence[Sample]) -> Verdict:
+    return Verdict(False, "\ud83d is dull")
+
+
+def complains_in_half_a_surrogate_pair(_: Sample) -> float:
+    raise ValueError("\ud83d is no answer")
+
+
+async def one_three_or_none(sample: Sample, params: dict[str, Any], engines: Engines) -> list[Sample]:
+    made = await engines.complete(sample, params)
+    return [made] if made.status == "aborted" else [made] * (1, 3, 0)[sample.index]
+
+
+def by_position(samples: Sequence[Sample]) -> list[float]:
+    return [float(position) for position, _ in enumerate(samples)]

@@ -13,11 +13,13 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rolloutfleet.trainer import collecting as trainers_side
 from rolloutfleet.trainer import connect
+from rolloutfleet.trainer.collecting import SampleCollection
 from rolloutfleet.trainer.errors import FleetError
 from stand_ins import agent
 from unit.collection.fast_engine import FastEngine
@@ -30,6 +32,9 @@ KILLS = int(os.environ.get("ROLLOUTFLEET_KILLS", "1000"))
 LONGEST_LIFE_SECONDS = 0.12
 STEPS_A_CHECKPOINT = 3
 STEPS_A_LIFE = 7
+
+Trained = dict[int, list[tuple[int, int]]]
+"""Epoch and number of the prompts of each step that a checkpoint has."""
 
 
 def test_each_prompt_is_trained_once_however_often_the_agent_is_killed(
@@ -60,10 +65,11 @@ def one_run(
 ) -> int:
     """From its beginning to the end of its epochs: how often the agent was killed. Raises NotOnce."""
     folder.mkdir()
-    (folder / "data.jsonl").write_text("".join(json.dumps({"prompt": [n + 1]}) + "\n" for n in range(prompts)))
+    write_data(folder, prompts)
     port = free_port()
     write_fleet(folder, port=port, router=engine, engines=[engine])
-    over, trained, problems = threading.Event(), {}, []  # type: ignore[var-annotated]
+    over, problems = threading.Event(), list[Exception]()
+    trained: Trained = {}
 
     def train() -> None:
         try:
@@ -85,16 +91,26 @@ def one_run(
     trainer.join()
     if problems:
         raise problems[0]
-    found = Counter(tuple(prompt) for batch in trained.values() for prompt in batch)
-    every = {(epoch, prompt) for epoch in range(EPOCHS) for prompt in range(prompts)}
-    if found != Counter(every):
-        raise NotOnce(found, every)
+    require_once([trained], prompts)
     return kills
 
 
-def write_fleet(folder: Path, *, port: int, router: str, engines: Sequence[str]) -> None:
-    """What the stand-in agent is told of its fleet. It need not lead, so its short lives are spent at work."""
+def require_once(trained: Sequence[Trained], prompts: int) -> None:
+    """By whichever trainer. Raises NotOnce."""
+    found = Counter(prompt for by_step in trained for batch in by_step.values() for prompt in batch)
+    every = {(epoch, prompt) for epoch in range(EPOCHS) for prompt in range(prompts)}
+    if found != Counter(every):
+        raise NotOnce(found, every)
+
+
+def write_data(folder: Path, prompts: int) -> None:
+    (folder / "data.jsonl").write_text("".join(json.dumps({"prompt": [n + 1]}) + "\n" for n in range(prompts)))
+
+
+def write_fleet(folder: Path, *, port: int, router: str, engines: Sequence[str], name: str = "train") -> None:
+    """What the stand-in agent `name` is told of its fleet. It need not lead, so its short lives are spent at work."""
     fleet = {
+        "name": name,
         "port": port,
         "address": "127.0.0.1",
         "model": str(folder),
@@ -107,37 +123,45 @@ def write_fleet(folder: Path, *, port: int, router: str, engines: Sequence[str])
     (folder / "fleet.json").write_text(json.dumps(fleet))
 
 
-def a_life_of_the_trainer(folder: Path, url: str, trained: dict[int, list[tuple[int, int]]]) -> bool:
-    """A few steps from the last checkpoint, which is all that a life leaves behind; True when the run is over."""
+def a_life_of_the_trainer(folder: Path, url: str, trained: Trained, **fields: Any) -> bool:
+    """A few steps from the last checkpoint, which is all that a life leaves behind; True when the run is over.
+    `fields`: others of its collection."""
     done = max(trained, default=0)
     fleet = connect("actor", url=url)
-    since: dict[int, list[tuple[int, int]]] = {}
+    since: Trained = {}
     try:
-        run = fleet.collect(
-            run="run",
-            store=str(folder / "ledger.sqlite"),
-            data={"path": str(folder / "data.jsonl")},
-            epochs=EPOCHS,
-            n=2,
-            groups_per_step=4,
-            estimator="raw",
-            mode="asynchronous",
-            over_sampling=1.5,
-            sampling_params={"max_new_tokens": 4},
-            step=done,
-        )
+        asked: dict[str, Any] = {
+            "run": "run",
+            "store": str(folder / "ledger.sqlite"),
+            "data": {"path": str(folder / "data.jsonl")},
+            "epochs": EPOCHS,
+            "n": 2,
+            "groups_per_step": 4,
+            "estimator": "raw",
+            "mode": "asynchronous",
+            "over_sampling": 1.5,
+            "sampling_params": {"max_new_tokens": 4},
+            "step": done,
+        }
+        run = fleet.collect(**(asked | fields))
         for batch in run.batches(done + 1):
             since[batch.step] = sorted({(s.epoch, s.group_index) for s in batch.samples})
             assert len(batch.samples) == 2 * len(since[batch.step])
-            if batch.step % STEPS_A_CHECKPOINT == 0 or batch.last:
-                trained |= since
-                with contextlib.suppress(FleetError):  # it may be lost: the next life says what is trained
-                    run.acknowledge(batch.step, timeout=0.0)
+            if batch.step % STEPS_A_CHECKPOINT == 0:
+                _checkpoint(run, trained, since)
             if batch.step - done == STEPS_A_LIFE:
                 return False
+        _checkpoint(run, trained, since)
         return True
     finally:
         fleet.close()
+
+
+def _checkpoint(run: SampleCollection, trained: Trained, since: Trained) -> None:
+    trained |= since
+    if trained:
+        with contextlib.suppress(FleetError):  # it may be lost: the next life says what is trained
+            run.acknowledge(max(trained), timeout=0.0)
 
 
 @contextlib.contextmanager

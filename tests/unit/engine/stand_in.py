@@ -43,7 +43,7 @@ class StandIn:
         return cls(answer)
 
     async def __aenter__(self) -> StandIn:
-        app = web.Application()
+        app = web.Application(client_max_size=1 << 30)
         app.router.add_route("*", "/{path:.*}", self._handle)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()

@@ -5,14 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from unit.store.postgres_server import server
 from unit.store.world import Opened, Store, clean, postgres_store, sqlite_store
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[str]:
-    with server() as conninfo:
-        yield conninfo
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

@@ -67,6 +67,12 @@ def server() -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def address(conninfo: str) -> str:
+    """As agents are told of it."""
+    fields = dict(part.split("=") for part in conninfo.split())
+    return f"postgresql://{fields['user']}@/{fields['dbname']}?host={fields['host']}"
+
+
 def _await(conninfo: str, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
     while True:

@@ -16,6 +16,7 @@ from rolloutfleet.agent.store.audit import prompts_in
 from rolloutfleet.agent.store.ledger import GroupUpdate, Ledger, PromptId
 from unit.store import killed_agent
 from unit.store.killed_agent import RUN
+from unit.store.postgres_server import address
 from unit.store.world import clean, sample
 
 EVERY = {(epoch, prompt) for epoch in range(2) for prompt in range(RUN.epoch_size)}
@@ -31,13 +32,11 @@ def test_each_prompt_of_each_epoch_is_trained_once_whenever_the_process_is_kille
 
 
 def test_the_same_on_postgresql(postgres: str, tmp_path: Path) -> None:
-    fields = dict(part.split("=") for part in postgres.split())
-    address = f"postgresql://{fields['user']}@/{fields['dbname']}?host={fields['host']}"
     killed = runs = 0
     while killed < 60:
         runs += 1
         clean(postgres)
-        killed += check(address, tmp_path / f"checkpoint-{runs}.json", seed=runs, longest_life_seconds=0.1)
+        killed += check(address(postgres), tmp_path / f"checkpoint-{runs}.json", seed=runs, longest_life_seconds=0.1)
 
 
 def check(store: str, checkpoint: Path, *, seed: int, longest_life_seconds: float) -> int:

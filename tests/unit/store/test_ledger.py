@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rolloutfleet.agent.store.audit import progress, prompts_in
 from rolloutfleet.agent.store.errors import Fenced, Refused
 from rolloutfleet.agent.store.handover import Group, Offer
-from rolloutfleet.agent.store.ledger import Claim, GroupUpdate, PromptId, Run
+from rolloutfleet.agent.store.ledger import Claim, GroupUpdate, Left, PromptId, Run
 from unit.store.world import RUN, Store, finished, sample
 
 # Agents
@@ -27,6 +29,21 @@ def test_a_claim_that_is_repeated_tells_what_is_held_and_takes_no_more(store: St
     ledger = store.ledger()
     assert ledger.claim(3) == ledger.claim(3)
     assert progress(store.connect(), "run").cursor == PromptId(0, 3)
+
+
+def test_what_is_left_of_a_run_is_what_no_step_has(store: Store) -> None:
+    ledger, handover = store.ledger(), store.handover()
+    assert ledger.left() == Left(fresh=True, open=0, finished=0)
+    claims = ledger.claim(12)
+    assert ledger.left() == Left(fresh=False, open=12, finished=0)
+    ledger.save([finished(claim) for claim in claims[:5]])
+    handover.lease(1, groups=3)
+    ledger.save([GroupUpdate(claims[5], outcome="dropped", reason="dull")])
+    assert ledger.left() == Left(fresh=False, open=6, finished=2)
+    assert ledger.left().comes
+    ledger.save([finished(claim) for claim in claims[6:]])
+    assert not ledger.left().comes
+    assert store.ledger(run=replace(RUN, epochs=None)).left().fresh
 
 
 def test_what_an_agent_had_begun_is_there_for_its_next_life_with_its_tokens(store: Store) -> None:

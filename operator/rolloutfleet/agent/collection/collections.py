@@ -34,7 +34,7 @@ from rolloutfleet.api.data import DataSource
 from rolloutfleet.api.sample_codec import DamagedSample, encode
 from rolloutfleet.api.samples import Sample, SampleGroup, SampleStatus
 from rolloutfleet.engine.http import Http
-from rolloutfleet.plan.advantages import check
+from rolloutfleet.plan.advantages import NEEDS_GROUPS, check
 from rolloutfleet.plan.collecting import to_continue
 
 
@@ -97,6 +97,7 @@ class Collections:
                 check(asked.estimator, asked.n)
             except ValueError as error:
                 raise invalid("BadRequest", f"n: {error}") from error
+            _require_different_samples(asked)
         if asked.shared or not server.spec.update_weights:
             return 0
         self._leadership.require()
@@ -224,6 +225,16 @@ class Collections:
             failed=len(prompts) * asked.n - sum(sample.finished for sample in samples),
             seconds=round(time.monotonic() - started, 4),
         )
+
+
+def _require_different_samples(asked: Collection) -> None:
+    """Raises AgentError. What a user's `generate` does with the parameters nobody knows."""
+    params = asked.sampling_params
+    if asked.generate is None and asked.estimator in NEEDS_GROUPS:
+        for name, value, greedy in (("temperature", params.temperature, 0), ("top_k", params.top_k, 1)):
+            if value == greedy:
+                text = f"{greedy} makes all samples of a prompt the same, and {asked.estimator.value} compares them"
+                raise invalid("BadRequest", f"sampling_params.{name}: {text}")
 
 
 def _forget(_: Sample) -> None:

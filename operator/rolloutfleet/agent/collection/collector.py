@@ -15,8 +15,8 @@ from typing import Literal
 
 from rolloutfleet.agent.collection.group import GroupResult, Making, finish_group
 from rolloutfleet.agent.collection.prompts import Work, WorkSource
-from rolloutfleet.agent.errors import AgentError, conflict
-from rolloutfleet.agent.plugins.errors import PluginError
+from rolloutfleet.agent.data.errors import DataError
+from rolloutfleet.agent.errors import AgentError, conflict, invalid
 from rolloutfleet.agent.sampling import Asking
 from rolloutfleet.agent.slots import Stop
 from rolloutfleet.agent.store.errors import StoreBusy, StoreError, as_refusal
@@ -129,7 +129,9 @@ class Collector:
                 except StoreBusy as busy:
                     logger.warning("%s: %s", self._collection.run, busy)
                     await asyncio.sleep(BUSY_PAUSE_SECONDS)
-                except (StoreError, AgentError, PluginError, OSError) as error:
+                except (
+                    Exception
+                ) as error:  # whatever it is: a loop that has ended unseen would collect nothing for ever
                     self._fail(error)
                 await heard(work, LOOK_SECONDS)
         finally:
@@ -281,8 +283,12 @@ def _update(claim: Claim, result: GroupResult) -> GroupUpdate:
 
 
 def _told(error: Exception) -> AgentError:
+    while isinstance(error, ExceptionGroup):  # of samples of one group, which failed for one reason
+        error = error.exceptions[0]
     if isinstance(error, AgentError):
         return error
     if isinstance(error, StoreError):
         return as_refusal(error)
+    if isinstance(error, DataError):
+        return invalid("BadData", str(error), error.problems)
     return AgentError("CollectionFailed", f"{type(error).__name__}: {error}", status=UNEXPECTED)

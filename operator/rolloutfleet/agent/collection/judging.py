@@ -147,14 +147,17 @@ class Judge:
         return verdict
 
     async def _group_reward(self, samples: list[Sample], reference: str) -> list[Sample]:
-        judged = [position for position, sample in enumerate(samples) if sample.finished]
+        """One a trajectory: its last part is judged, and all have its reward."""
+        judged = [parts for parts in trajectories(samples) if samples[parts[-1]].finished]
         try:
-            rewards = await self.call(Kind.GROUP_REWARD, reference, [samples[position] for position in judged])
+            rewards = await self.call(Kind.GROUP_REWARD, reference, [samples[parts[-1]] for parts in judged])
         except PluginError as error:
             return [failed(sample, str(error)) if sample.finished else sample for sample in samples]
         samples = list(samples)
-        for position, reward in zip(judged, rewards, strict=True):
-            samples[position] = samples[position].changed(reward=reward)
+        for parts, reward in zip(judged, rewards, strict=True):
+            for position in parts:
+                if samples[position].finished:
+                    samples[position] = samples[position].changed(reward=reward)
         return samples
 
     def _zero_variance(self, samples: list[Sample]) -> Verdict:

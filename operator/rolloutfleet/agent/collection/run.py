@@ -22,7 +22,7 @@ from rolloutfleet.agent.store.audit import progress
 from rolloutfleet.agent.store.database import Database
 from rolloutfleet.agent.store.errors import StoreBusy
 from rolloutfleet.agent.store.handover import Choose, Handover, Offer
-from rolloutfleet.agent.store.ledger import PromptId
+from rolloutfleet.agent.store.ledger import Left, PromptId
 from rolloutfleet.agent.store.worker import LedgerWorker
 from rolloutfleet.api.collection import Acknowledge, Collection, CollectionView, LeaseBatch
 from rolloutfleet.plan.batching import largest_multiple
@@ -142,24 +142,17 @@ class CollectionRun:
         return await self._read(step)
 
     async def _refuse_if_nothing_comes(self) -> None:
-        states = await self._states()
-        if self._collector.exhausted and not states.get("open"):
-            left = states.get("finished", 0)
-            why = f"; {left} finished groups are left that fit into no batch" if left else ""
+        left = await self._left()
+        if self._collector.exhausted and not left.comes:
+            why = f"; {left.finished} finished groups are left that fit into no batch" if left.finished else ""
             raise conflict("Exhausted", f"run {self.collection.run} has no more prompts{why}")
 
-    async def _states(self) -> dict[str, int]:
-        """Prompts by state, those of other agents of the run too."""
-        return (await self._ledger.run(progress, self._database, self.collection.run)).states
+    async def _left(self) -> Left:
+        """Those of other agents of the run too."""
+        return await self._ledger.run(self._ledger.ledger.left)
 
     def _enough(self) -> bool:
         return self._collector.finished >= self.collection.groups_per_step or self._collector.exhausted
-
-    async def _nothing_follows(self) -> bool:
-        found = await self._ledger.run(progress, self._database, self.collection.run)
-        epochs = self.collection.epochs
-        more = found.states.get("open", 0) + found.states.get("finished", 0)
-        return epochs is not None and found.cursor.epoch >= epochs and not more
 
     async def _why_not(self, step: int) -> str:
         view = await self.view()
@@ -183,7 +176,7 @@ class CollectionRun:
     async def _choice(self) -> tuple[Choose, int]:
         """Which of the finished groups make the batch, and how many are looked at for it."""
         asked = self.collection
-        exhausted = self._collector.exhausted and not (await self._states()).get("open")
+        exhausted = self._collector.exhausted and not (await self._left()).comes
         if asked.buffer_filter is None:
             return lambda offers: _fitting(offers, asked, exhausted), asked.groups_per_step
         offers = await self._again(lambda: self._handover.offers(OFFERED))
@@ -213,7 +206,8 @@ class CollectionRun:
             except ValueError as error:  # rewards of several parts, and none of them is the one
                 raise invalid("BadRequest", f"step {step}: {error}") from error
         version = self._fleet.committed_version
-        last = await self._nothing_follows()
+        left = await self._left()
+        last = not left.comes and not left.finished
         batch = Batch(step, version, groups, values, last, asked.reward_key)
         self._observer.step_leased(step, groups, version)
         self._batches[step] = batch

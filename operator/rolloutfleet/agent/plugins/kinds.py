@@ -14,7 +14,7 @@ from numbers import Real
 from typing import Any
 
 from rolloutfleet.agent.plugins.errors import WrongAnswer
-from rolloutfleet.api.samples import Sample
+from rolloutfleet.api.samples import Sample, as_text
 
 
 class Kind(StrEnum):
@@ -79,7 +79,7 @@ def _filter(result: Any, *_: Any) -> Verdict:
         return Verdict(result, "" if result else "filtered")
     if not isinstance(result, Verdict):
         raise WrongAnswer(f"True, False or a Verdict is needed: {_shown(result)}")
-    return result
+    return Verdict(result.keep, as_text(result.reason))
 
 
 def _buffer_filter(result: Any, offers: Sequence[Any], *_: Any) -> list[int]:

@@ -36,6 +36,22 @@ class Run:
     """None: without end."""
 
 
+class Left(NamedTuple):
+    """What of a run no step has yet."""
+
+    fresh: bool
+    """There are prompts that nobody was given."""
+    open: int
+    """Prompts that were given to an agent, of whomever."""
+    finished: int
+    """Groups that wait for a step."""
+
+    @property
+    def comes(self) -> bool:
+        """Something may still be finished."""
+        return self.fresh or self.open > 0
+
+
 class Claim(NamedTuple):
     id: PromptId
     claim: int
@@ -195,9 +211,19 @@ class Ledger:
     def finished(self) -> int:
         """Groups of the run that no step has yet."""
         with self._database.transaction() as tx:
-            ((count,),) = tx.run(
-                "SELECT count(*) FROM prompts WHERE run = :run AND state = 'finished'", run=self.run.name
-            )
+            return self._count(tx, "finished")
+
+    def left(self) -> Left:
+        """Costs the same however long the run is."""
+        with self._database.transaction() as tx:
+            ((epoch,),) = tx.run("SELECT epoch FROM runs WHERE run = :run", run=self.run.name)
+            fresh = self.run.epochs is None or epoch < self.run.epochs
+            return Left(fresh, self._count(tx, "open"), self._count(tx, "finished"))
+
+    def _count(self, tx: Transaction, state: Literal["open", "finished"]) -> int:
+        # The state is written out: an index of its own finds these alone.
+        statement = f"SELECT count(*) FROM prompts WHERE run = :run AND state = '{state}'"
+        ((count,),) = tx.run(statement, run=self.run.name)
         return int(count)
 
     def keep_alive(self) -> None:
