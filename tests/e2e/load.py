@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 from e2e.fleets import Trainer, engines, through_proxy
@@ -11,7 +12,32 @@ from e2e.support import Kubectl, eventually
 
 PROMPTS = [[1, 2, 3], [7, 8, 9, 10], [200, 100]]
 TOKENS = 192
-LOAD = f"fleet.generate({PROMPTS} * 2, n=4, temperature=0.0, max_new_tokens={TOKENS}, ignore_eos=True, timeout=240)"
+ENOUGH = "/tmp/enough"
+CLIENTS = 2
+"""Each begins its next call when its last one has ended: with two, engines are never idle between them for long."""
+LOAD = f"""
+import pathlib, time
+groups, until = [], time.monotonic() + 240
+while not pathlib.Path({ENOUGH!r}).exists() and time.monotonic() < until:
+    groups += fleet.generate({PROMPTS}, n=4, temperature=0.0, max_new_tokens={TOKENS}, ignore_eos=True, timeout=240)
+"""
+
+
+@contextmanager
+def generating(space: Kubectl, trainer: Trainer, group: str) -> Iterator[list[dict[str, Any]]]:
+    """Every engine of the group generates meanwhile; then the groups of samples stand in what this gives."""
+    inside = ("exec", trainer.pod, "--container=trainer", "--")
+    space(*inside, "rm", "-f", ENOUGH)
+    groups: list[dict[str, Any]] = []
+    with ThreadPoolExecutor() as pool:
+        clients = [pool.submit(trainer, "groups", before=LOAD, timeout=300) for _ in range(CLIENTS)]
+        try:
+            eventually(lambda: running(space, group), 60, "engines generate", accept=lambda counts: all(counts))
+            yield groups
+        finally:
+            space(*inside, "touch", ENOUGH)
+        for client in clients:
+            groups += client.result()
 
 
 def updated_under_load(
@@ -20,11 +46,8 @@ def updated_under_load(
     """What `update`, to the next version, gives while every engine generates. No sample is lost, each names the
     versions that made it, and some were made by both, unless the mode aborts them."""
     version = trainer("fleet.weight_version")
-    with ThreadPoolExecutor() as pool:
-        load = pool.submit(trainer, LOAD, timeout=300)
-        eventually(lambda: running(space, group), 60, "engines generate", accept=lambda counts: all(counts))
+    with generating(space, trainer, group) as groups:
         result = update()
-        groups = load.result()
     samples = [sample for one in groups for sample in one["samples"]]
     assert {sample["status"] for sample in samples} == {"truncated"}
     spans = [[(span["version"], span["start"], span["end"]) for span in s["weight_versions"]] for s in samples]
