@@ -87,6 +87,18 @@ def test_samples_are_those_of_the_engine(fleet: RealFleet, alone: list[Made]) ->
         assert_made_by(sample, [alone[sample.group_index]], [VersionSpan(version=0, start=0, end=TOKENS)])
 
 
+def test_tokens_that_stop_a_sample_are_its_last_ones(fleet: RealFleet, alone: list[Made]) -> None:
+    stops = [alone[0][0][20], alone[1][0][30]]
+    run = fleet.collect(ROWS, n=N, sampling_params={"temperature": 0, "max_new_tokens": 64, "stop_token_ids": stops})
+    for sample in run.batch(1, timeout=120).samples:
+        tokens, logprobs = (made[:64] for made in alone[sample.group_index])
+        ends = [place for place, token in enumerate(tokens) if token in stops]
+        end = ends[0] + 1 if ends else len(tokens)
+        assert sample.status == ("completed" if ends else "truncated")
+        assert sample.response_tokens == tokens[:end]
+        close(sample.rollout_log_probs, logprobs[:end], TOLERANCE)
+
+
 def test_a_sample_of_many_parts_is_one_that_was_never_stopped(fleet: RealFleet, alone: list[Made]) -> None:
     stops = 3
     run = fleet.collect(ROWS, n=N, sampling_params=GREEDY)
