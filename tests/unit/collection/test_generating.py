@@ -97,6 +97,9 @@ def test_an_evaluation_takes_every_row_in_its_order_and_keeps_nothing(tmp_path: 
         assert [group.prompt for group in found.groups] == [[100], [200], [300], [400], [500]]
         assert [[sample.reward for sample in group.samples] for group in found.groups] == [[n, n] for n in range(5)]
         assert (found.mean_reward, found.truncated, found.failed) == (2.0, 10, 0)
+        (shown,) = world.fleet_world.observations.view(role="actor", server="qwen").evaluations
+        assert (shown.name, shown.version, shown.prompts, shown.samples, shown.reward_mean) == ("data-5", 0, 5, 10, 2.0)
+        assert not world.fleet_world.observations.ended, "they are no samples of training"
         assert all(s.status is SampleStatus.TRUNCATED for group in found.groups for s in group.samples)
 
     collect(tmp_path, story)

@@ -34,6 +34,11 @@ def reward_of(sample: Sample, key: str) -> float | None:
     return sample.reward
 
 
+def rewards_of(samples: Sequence[Sample], key: str) -> list[float]:
+    """Of those that have one."""
+    return [reward for sample in samples if (reward := reward_of(sample, key)) is not None]
+
+
 def all_equal(rewards: Sequence[float]) -> bool:
     """Of two or more: the group teaches nothing, by the definition of filters and advantages."""
     return len(rewards) > 1 and same(rewards)
