@@ -240,6 +240,24 @@ def test_61_images_go_with_every_request_of_their_prompt_and_are_kept_in_none_of
     assert sum(file.stat().st_size for file in tmp_path.glob("ledger.sqlite*")) < 1 << 20
 
 
+def test_61_users_code_of_several_turns_sends_the_images_of_its_prompt_with_each(tmp_path: Path) -> None:
+    image = "data:image/png;base64," + "A" * (4 << 20)
+    data = tmp_path / "seen.jsonl"
+    data.write_text(json.dumps({"prompt": [100], "image_data": [image]}) + "\n")
+
+    async def story(world: CollectionWorld) -> None:
+        async with AsyncExitStack() as stack:
+            await world.serve(stack)
+            source = {"path": str(data), "multimodal_keys": ["image_data"]}
+            await world.begin(world.asked(data=source, n=2, groups_per_step=1, generate=plugin("two_turns")))
+            batch = await world.batch(1)
+        assert [sample.status.value for sample in batch.samples] == ["truncated"] * 2, batch.samples[0].error
+        assert [len(body["input_ids"]) for body in world.engines.requests] == [1, 1, 3, 3]
+        assert all(body["image_data"] == [image] for body in world.engines.requests)
+
+    collect(tmp_path, story, seconds=30.0)
+
+
 def test_62_one_three_or_no_samples_of_a_prompt_with_everything_else_at_once(tmp_path: Path) -> None:
     async def story(world: CollectionWorld) -> None:
         async with AsyncExitStack() as stack:
