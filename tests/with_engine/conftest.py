@@ -1,5 +1,5 @@
 """A real SGLang server on this machine's CPU, outside of any cluster. tests/run.sh builds what it needs and says where
-it is: ENGINE (an environment with SGLang) and MODELS (tiny checkpoints)."""
+it is: ENGINE (an environment with SGLang), MODELS (tiny checkpoints), ROUTER_PYTHON (of one with the router)."""
 
 from __future__ import annotations
 
