@@ -218,7 +218,10 @@ class Collections:
             await judge.close()
             prompts.close()
         samples = [sample for group in groups for sample in group]
-        rewards = [value for sample in samples if (value := sample.reward_value(asked.reward_key)) is not None]
+        try:
+            rewards = [value for sample in samples if (value := sample.reward_value(asked.reward_key)) is not None]
+        except ValueError as error:  # rewards of several parts, and none of them is the one
+            raise invalid("BadRequest", str(error)) from error
         failed = len(prompts) * asked.n - sum(sample.finished for sample in samples)
         seconds = round(time.monotonic() - started, 4)
         self._observer.evaluation_ended(
