@@ -21,7 +21,7 @@ quickstart: tools dev ## from a bare machine to trained steps: cluster, operator
 down: ## remove the local cluster and all that belongs to it
 	@bash $(CLUSTER) down
 
-test: tools dev ## all tests: lint, types, layers, unit, end to end on a real cluster
+test: tools dev $(ROUTER)/complete ## all tests: lint, types, layers, unit, end to end on a real cluster
 	@bash tests/run.sh
 
 lint: dev ## ruff, mypy --strict, import-linter
@@ -38,11 +38,11 @@ browser: tools dev ## the page of samples in a headless Chromium with live data;
 api-server: tools dev ## the operator against a real API server: it dies at each of its calls; no cluster
 	@$(PYTHON) -m pytest tests/api_server
 
-with-engine: tools dev ## the agent's memory operations on one real SGLang server, no cluster (3 minutes)
+with-engine: tools dev $(ROUTER)/complete ## the agent on one real SGLang server, its memory and its samples, no cluster (6 minutes)
 	@bash $(CLUSTER) engine-env && . tests/cluster/common.sh && \
-	  ENGINE=$$ENGINE MODELS=$$MODELS $(PYTHON) -m pytest tests/with_engine
+	  ENGINE=$$ENGINE MODELS=$$MODELS ROUTER_PYTHON=$(ROUTER)/bin/python $(PYTHON) -m pytest tests/with_engine
 
-e2e: tools dev ## end-to-end tests; uses KUBECONFIG if set, else the local cluster
+e2e: tools dev $(ROUTER)/complete ## end-to-end tests; uses KUBECONFIG if set, else the local cluster
 	@bash tests/run.sh e2e
 
 bench-recovery: dev ## seconds from a fault to each step of recovery, real engines, on the running cluster; ARGS="--only kill"

@@ -4,6 +4,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . tests/cluster/common.sh
 what=${1:-all}
 dev=$CACHE/dev-$(sha256sum tests/requirements.txt | cut -c1-10)
+router=$CACHE/router-$(sha256sum images/router/requirements.txt | cut -c1-10) # the Makefile makes it
 
 if [ "$what" = all ]; then
   say "lint, types, layers"
@@ -33,7 +34,7 @@ else
   say "trainer library with torch"
   PYTHONPATH=$PWD/operator:$PWD/tests "$ENGINE/bin/python" -m unittest discover -q -s tests/with_torch -t tests/with_torch
   say "the agent and one real engine"
-  ENGINE=$ENGINE MODELS=$MODELS "$dev/bin/python" -m pytest tests/with_engine
+  ENGINE=$ENGINE MODELS=$MODELS ROUTER_PYTHON=$router/bin/python "$dev/bin/python" -m pytest tests/with_engine
 fi
 say "end-to-end tests"
 "$dev/bin/python" -m pytest tests/e2e

@@ -5,6 +5,7 @@ from __future__ import annotations
 from browser.agent import Agent
 from browser.chromium import Tab
 from browser.samples import sample, tell_a_step
+from rolloutfleet.agent.collection.observer import Evaluation
 from rolloutfleet.agent.observing.observations import Observations
 from rolloutfleet.api.samples import SampleStatus
 
@@ -32,6 +33,22 @@ def test_it_says_what_it_waits_for_until_the_first_sample_ends(tab: Tab, agent: 
     assert tab.run("document.querySelector('#empty').hidden")
     assert tab.text("#whose") == "qwen (actor)"
     assert tab.text("#state") == "live"
+
+
+def test_evaluations_show_the_newest_first_also_before_anything_is_trained(tab: Tab, agent: Agent) -> None:
+    def ended(seen: Observations) -> None:
+        for version, reward in ((3, 0.0), (4, 1.0)):
+            group = [sample(version, reward=reward), sample(version, 1, reward=0.0)]
+            seen.evaluation_ended(Evaluation("<b>math</b>", version, [group], failed=1, reward_key="", seconds=2.0))
+
+    agent.tell(ended)
+    tab.wait("document.querySelectorAll('#evaluations tr').length === 3")
+    assert not tab.run("document.querySelector('#main').hidden || document.querySelector('#evaluated').hidden")
+    lines = [line.split("\t") for line in tab.texts("#evaluations tr")]
+    assert [line[:6] for line in lines[1:]] == [
+        ["<b>math</b>", "version 4", "0.5", "50 %", "100 %", "2, 1 failed"],
+        ["<b>math</b>", "version 3", "0", "0 %", "0 %", "2, 1 failed"],
+    ]
 
 
 def test_samples_show_as_they_end_the_newest_first_and_no_more_than_fit(tab: Tab, agent: Agent) -> None:

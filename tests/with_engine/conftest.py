@@ -1,5 +1,5 @@
 """A real SGLang server on this machine's CPU, outside of any cluster. tests/run.sh builds what it needs and says where
-it is: ENGINE (an environment with SGLang) and MODELS (tiny checkpoints)."""
+it is: ENGINE (an environment with SGLang), MODELS (tiny checkpoints), ROUTER_PYTHON (of one with the router)."""
 
 from __future__ import annotations
 
@@ -36,8 +36,12 @@ def place(variable: str) -> Path:
 class Server:
     """One process group; `begin_anew` starts it, or takes it back to how it was."""
 
-    def __init__(self, folder: Path, models: Path, http: Http, *flags: str) -> None:
+    def __init__(
+        self, folder: Path, models: Path, http: Http, *flags: str, model: str = "m0", sees: bool = False
+    ) -> None:
+        """`model`: what it starts with, of the folder `models`. `sees`: takes images, and has its tokenizer."""
         self._folder, self._models, self._http, self._flags = folder, models, http, flags
+        self._model, self._sees = model, sees
         self._process: subprocess.Popen[bytes] | None = None
         self.url = ""
         self.starts = 0
@@ -60,11 +64,13 @@ class Server:
             "MEMORY_SAVER_BOOKS": str(books),
             "PYTHONDONTWRITEBYTECODE": "1",
             "MC_FORCE_TCP": "1",  # for pairs: no RDMA here
+            **({"SGLANG_CPU_ENGINE_IMAGES": "1", "TORCHDYNAMO_DISABLE": "1"} if self._sees else {}),
         }
         arguments = [
             *(str(place("ENGINE") / "bin/python"), "-m", "sglang.launch_server"),
-            *("--model-path", str(self._models / "m0"), "--load-format", "auto", "--weight-version", INITIAL_LABEL),
-            *("--device", "cpu", "--skip-tokenizer-init", "--max-total-tokens", "2048", "--enable-memory-saver"),
+            *("--model-path", str(self._models / self._model), "--load-format", "auto"),
+            *("--weight-version", INITIAL_LABEL, "--device", "cpu", *(() if self._sees else ["--skip-tokenizer-init"])),
+            *("--max-total-tokens", "2048", "--enable-memory-saver"),
             *("--host", "127.0.0.1", "--port", str(port), *self._flags),
         ]
         with (self._folder / "log").open("wb") as log:
@@ -106,7 +112,9 @@ class Server:
         paused: list[Any] = sorted(await self.memory_paused())
         if paused:
             await self.client.resume_memory(paused)
-        await self.client.update_weights_from_disk(str(self._models / "m0"), label=INITIAL_LABEL, flush_cache=False)
+        await self.client.update_weights_from_disk(
+            str(self._models / self._model), label=INITIAL_LABEL, flush_cache=False
+        )
         await self.client.flush_cache(wait_seconds=5)
         await self.client.continue_generation()
 

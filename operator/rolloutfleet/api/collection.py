@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import PurePath
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, model_validator
@@ -192,6 +193,8 @@ class Acknowledge(Wire):
 class Evaluate(Judging):
     """POST /v1/servers/{role}/collection/evaluate: sample a data set once. Nothing of it is kept."""
 
+    name: Annotated[str, Field(max_length=64)] = ""
+    """Under which it is shown beside the samples of training. Default: the data set's file or folder, without path."""
     data: DataSource
     """In the order of its rows."""
     tokenizer: Annotated[str, Field(max_length=1024)] = ""
@@ -207,6 +210,10 @@ class Evaluate(Judging):
         if self.data.shuffle and "shuffle" in self.data.model_fields_set:
             raise ValueError("data.shuffle: an evaluation takes the rows in their order")
         return self
+
+    @property
+    def shown_name(self) -> str:
+        return self.name or PurePath(self.data.path.partition("@[")[0]).stem
 
 
 class Evaluated(Told):

@@ -85,6 +85,30 @@ class StepView(Told):
     trained: bool = False
 
 
+class EvaluationView(Told):
+    """One evaluation: a data set that was sampled once."""
+
+    name: str
+    version: int
+    """Weights that were committed when it began."""
+    ago: float
+    """Seconds since it ended."""
+    seconds: float
+    """That it took."""
+    prompts: int
+    samples: int
+    """That came to an end: what the figures below are of."""
+    failed: int
+    """Samples that failed, or were not finished in time."""
+    reward_mean: float | None
+    pass_rate: float | None
+    """Share of samples with a reward of at least `pass_reward`."""
+    pass_at_n: float | None
+    """Share of prompts with at least one such sample."""
+    response_length: float
+    truncated: float
+
+
 class Rates(Told):
     """Shares, each None where there was nothing to take it of."""
 
@@ -147,6 +171,8 @@ class SamplesView(Told):
     """Samples of the last steps by versions between their oldest trained token and the step's weights."""
     pass_reward: float = 1.0
     steps: list[StepView] = []
+    evaluations: list[EvaluationView] = []
+    """The last ones, the oldest first."""
     queue: QueueView | None = None
     samples: list[SampleView] = []
     """The newest first."""

@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-from rolloutfleet.api.samples_view import QueueView, SamplesView, SampleView, StepView
+from rolloutfleet.api.samples_view import EvaluationView, QueueView, SamplesView, SampleView, StepView
 from rolloutfleet.cli.text import duration, table
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -23,7 +23,7 @@ def as_text(view: SamplesView, *, width: int, colour: bool) -> str:
     """`width`: of the terminal. `colour`: it understands ANSI."""
     parts = [table(["FIGURE", "VALUE"], figures(view))]
     parts += [sample_text(sample, width=width, colour=colour) for sample in view.samples]
-    if not view.ended and not view.steps:
+    if not view.ended and not view.steps and not view.evaluations:
         parts.append("No sample has ended yet.")
     return "\n\n".join(parts)
 
@@ -52,8 +52,17 @@ def figures(view: SamplesView) -> list[list[str]]:
         ],
         ["prefix cache", f"{_share(rates.prefix_cache_hit)} hits" if rates.prefix_cache_hit is not None else ""],
         ["drafts", accepted if rates.spec_accepted is not None else ""],
+        *(["evaluation", _evaluation(one)] for one in {each.name: each for each in view.evaluations}.values()),
         ["counted for", duration(view.since)],
     ]
+
+
+def _evaluation(one: EvaluationView) -> str:
+    failed = f", {one.failed} failed" if one.failed else ""
+    return (
+        f"{printable(one.name)}: reward {_number(one.reward_mean)}, passed {_share(one.pass_rate)}, "
+        f"version {one.version}, {one.samples} samples{failed}, {duration(one.ago)} ago"
+    )
 
 
 def _queue(queue: QueueView | None) -> str:

@@ -51,12 +51,6 @@ def same(rewards: Rewards) -> bool:
     return len(known) < 2 or _std(known, 1) <= SAME_STD
 
 
-def by_fragment(of_trajectories: Sequence[float], rollout_ids: Sequence[int]) -> list[float]:
-    """Each sample gets its trajectory's: `rollout_ids` numbers the trajectory of each sample, from 0. So a trajectory
-    of many parts weighs as much in the mean as one of a single part."""
-    return [of_trajectories[rollout_id] for rollout_id in rollout_ids]
-
-
 def _each(group: Rewards, normalise: Callable[[list[float]], list[float]]) -> list[float]:
     known = [reward for reward in group if reward is not None]
     values = iter([0.0] * len(known) if same(group) else normalise(known))

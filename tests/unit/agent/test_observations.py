@@ -7,12 +7,13 @@ import tracemalloc
 
 import pytest
 
+from rolloutfleet.agent.collection.observer import Evaluation
 from rolloutfleet.agent.observing.measures import Histogram, all_equal, bars, repetition, reward_of
-from rolloutfleet.agent.observing.observations import MAX_STEPS, OTHER, REASONS, Observations
+from rolloutfleet.agent.observing.observations import MAX_EVALUATIONS, MAX_STEPS, OTHER, REASONS, Observations
 from rolloutfleet.agent.observing.recent import CHARACTERS, HEAD, MAX_SAMPLES, MAX_TOKENS, TAIL
 from rolloutfleet.agent.observing.throughput import SLOTS
 from rolloutfleet.api.samples import PrefixCacheInfo, Sample, SampleStatus, SpecInfo, VersionSpan
-from rolloutfleet.api.samples_view import Bar, QueueView, SamplesView
+from rolloutfleet.api.samples_view import Bar, EvaluationView, QueueView, SamplesView
 
 
 class Clock:
@@ -280,6 +281,33 @@ def test_a_checkpoint_has_all_steps_up_to_its_own() -> None:
     seen.step_trained(4)
     assert [step.trained for step in view(seen).steps] == [True, True, False]
     assert (seen.last_trained, seen.last_step and seen.last_step.step) == (4, 5)
+
+
+def test_an_evaluation_is_shown_for_itself_and_counts_among_no_samples_of_training() -> None:
+    seen, clock = seen_with()
+    groups = [group(0, 1.0, 0.0), group(1, 0.5, None), [sample(2, status=SampleStatus.FAILED)]]
+    seen.evaluation_ended(Evaluation("math", 7, groups, failed=1, reward_key="", seconds=3.0))
+    clock.now += 60
+    (shown,) = view(seen).evaluations
+    assert shown == EvaluationView(
+        name="math",
+        version=7,
+        ago=60.0,
+        seconds=3.0,
+        prompts=3,
+        samples=4,
+        failed=1,
+        reward_mean=0.5,
+        pass_rate=1 / 3,
+        pass_at_n=0.5,
+        response_length=4.0,
+        truncated=0.0,
+    )
+    assert (seen.ended, seen.counts.judged, view(seen).rewards) == ({}, 0, [])
+    for number in range(MAX_EVALUATIONS):
+        seen.evaluation_ended(Evaluation("nothing", number, [], failed=0, reward_key="", seconds=0.0))
+    assert [one.version for one in view(seen).evaluations] == list(range(MAX_EVALUATIONS))
+    assert view(seen).evaluations[0].reward_mean is None
 
 
 def test_a_trainer_that_comes_back_from_a_checkpoint_has_the_later_steps_again() -> None:

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from rolloutfleet.agent.collection.observer import Evaluation
 from rolloutfleet.agent.observing.metrics import serve_metrics
 from rolloutfleet.agent.observing.observations import Observations
 from rolloutfleet.api.samples import PrefixCacheInfo, SampleStatus
@@ -52,6 +53,9 @@ def test_counts_are_told_with_the_labels_of_the_fleet() -> None:
     seen.step_leased(5, [group(3, 1.0)], 7)
     seen.step_trained(4)
     seen.queue(open=7, finished=1, running=3)
+    for version, reward in ((3, 0.0), (8, 1.0)):
+        groups = [group(0, reward, 0.5), [sample(1, status=SampleStatus.FAILED)]]
+        seen.evaluation_ended(Evaluation("math", version, groups, failed=1, reward_key="", seconds=2.0))
     values = scraped(actor=seen, critic=Observations())
 
     assert [value(values, "ended_total", status=status.value) for status in SampleStatus] == [0, 1, 0, 1, 1]
@@ -68,6 +72,10 @@ def test_counts_are_told_with_the_labels_of_the_fleet() -> None:
     assert [value(values, "groups", state=state) for state in ("open", "finished", "leased")] == [7, 1, 1]
     assert value(values, "requests") == 3
     assert (value(values, "step"), value(values, "trained_step"), value(values, "step_reward")) == (5, 4, 1)
+    of_the_last = [
+        value(values, f"evaluation_{it}", evaluation="math") for it in ("reward", "passed", "samples", "version")
+    ]
+    assert of_the_last == [0.75, 0.5, 2, 8]
     assert value(values, "ended_total", role="critic", status="completed") == 0
     assert not any(name == "step" and ("role", "critic") in labels for name, labels in values)
     assert ("process_resident_memory_bytes", ()) in values

@@ -17,6 +17,7 @@ from aiohttp import web
 from browser.agent import Agent
 from browser.agent import serving as serving_agent
 from browser.samples import sample, tell_a_step
+from rolloutfleet.agent.collection.observer import Evaluation
 from rolloutfleet.agent.observing.observations import Observations
 from rolloutfleet.api.names import AGENT_CONTAINER
 from rolloutfleet.api.samples import SampleStatus
@@ -175,6 +176,19 @@ def first(*tell: Callable[[Observations], None]) -> SampleView:
 
 def test_before_the_first_sample_it_says_so() -> None:
     assert as_text(view_of(), width=80, colour=False).endswith("No sample has ended yet.")
+
+
+def test_of_each_evaluation_the_last_one_is_shown() -> None:
+    def ended(seen: Observations) -> None:
+        for version, reward in ((3, 0.0), (4, 1.0)):
+            groups = [[sample(1, reward=reward)]]
+            seen.evaluation_ended(Evaluation("math\x1b", version, groups, failed=2, reward_key="", seconds=1.0))
+
+    text = as_text(view_of(ended), width=120, colour=False)
+    assert re.findall(r"^evaluation .*", text, re.MULTILINE) == [
+        "evaluation     math\ufffd: reward 1, passed 100.0%, version 4, 1 samples, 2 failed, 0s ago"
+    ]
+    assert "No sample has ended" not in text
 
 
 def test_a_sparkline_goes_from_the_lowest_to_the_highest_of_its_values() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import AsyncExitStack, closing
+import os
+import signal
+from contextlib import AsyncExitStack, ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,13 @@ from rolloutfleet.agent.errors import AgentError
 from rolloutfleet.api.collection import Evaluate
 from rolloutfleet.api.samples import SampleStatus, VersionSpan
 from rolloutfleet.trainer import connect
+from rolloutfleet.trainer.collecting import StepBatch
+from rolloutfleet.trainer.errors import Refused
 from unit.agent.world import answer, signed
+from unit.collection.fast_engine import FastEngine
 from unit.collection.test_judging import plugin
+from unit.collection.test_kills import PROMPTS, asked_for, require_once
+from unit.collection.test_shared import Side
 from unit.collection.world import CollectionWorld, collect
 from unit.engine.stand_in import Answer, HangUp
 
@@ -233,6 +240,24 @@ def test_61_images_go_with_every_request_of_their_prompt_and_are_kept_in_none_of
     assert sum(file.stat().st_size for file in tmp_path.glob("ledger.sqlite*")) < 1 << 20
 
 
+def test_61_users_code_of_several_turns_sends_the_images_of_its_prompt_with_each(tmp_path: Path) -> None:
+    image = "data:image/png;base64," + "A" * (4 << 20)
+    data = tmp_path / "seen.jsonl"
+    data.write_text(json.dumps({"prompt": [100], "image_data": [image]}) + "\n")
+
+    async def story(world: CollectionWorld) -> None:
+        async with AsyncExitStack() as stack:
+            await world.serve(stack)
+            source = {"path": str(data), "multimodal_keys": ["image_data"]}
+            await world.begin(world.asked(data=source, n=2, groups_per_step=1, generate=plugin("two_turns")))
+            batch = await world.batch(1)
+        assert [sample.status.value for sample in batch.samples] == ["truncated"] * 2, batch.samples[0].error
+        assert [len(body["input_ids"]) for body in world.engines.requests] == [1, 1, 3, 3]
+        assert all(body["image_data"] == [image] for body in world.engines.requests)
+
+    collect(tmp_path, story, seconds=30.0)
+
+
 def test_62_one_three_or_no_samples_of_a_prompt_with_everything_else_at_once(tmp_path: Path) -> None:
     async def story(world: CollectionWorld) -> None:
         async with AsyncExitStack() as stack:
@@ -269,3 +294,34 @@ def test_62_one_three_or_no_samples_of_a_prompt_with_everything_else_at_once(tmp
         assert sorted(shared) == sorted((sample.group_index, sample.index) for sample in whole.samples)
 
     collect(tmp_path, story)
+
+
+def test_64_an_agent_that_was_frozen_while_the_next_one_opened_its_file_can_hand_out_nothing_when_it_is_thawed(
+    tmp_path: Path,
+) -> None:
+    store = str(tmp_path / "ledger.sqlite")
+
+    def prompts(batch: StepBatch) -> list[tuple[int, int]]:
+        return sorted({(sample.epoch, sample.group_index) for sample in batch.samples})
+
+    with FastEngine(tokens=4) as engine, ExitStack() as stack:
+        old, new = (Side(name, tmp_path, engine.url, store) for name in ("old", "new"))
+        frozen = stack.enter_context(old.agent())
+        trainer = stack.enter_context(closing(connect("actor", url=old.url)))
+        run = trainer.collect(**asked_for(old.folder, done=0) | {"store": store})
+        trained = {step: prompts(run.batch(step)) for step in (1, 2, 3)}
+        run.acknowledge(3)
+        fourth = prompts(run.batch(4))
+        os.kill(int(frozen.pid or 0), signal.SIGSTOP)
+        stack.callback(os.kill, int(frozen.pid or 0), signal.SIGCONT)
+
+        stack.enter_context(new.agent())
+        next_trainer = stack.enter_context(closing(connect("actor", url=new.url)))
+        for batch in next_trainer.collect(**asked_for(new.folder, done=3) | {"store": store}).batches(4):
+            trained[batch.step] = prompts(batch)
+        os.kill(int(frozen.pid or 0), signal.SIGCONT)
+        with pytest.raises(Refused) as refusal:
+            run.batch(5, timeout=30.0)
+        assert refusal.value.code == "Fenced"
+    assert trained[4] == fourth, "of no checkpoint: handed out again"
+    require_once([trained], PROMPTS)

@@ -7,6 +7,9 @@ import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import pytest
+
+from rolloutfleet.agent.errors import AgentError
 from rolloutfleet.api.collection import Evaluate
 from rolloutfleet.api.samples import SampleStatus
 from rolloutfleet.trainer import connect
@@ -97,7 +100,22 @@ def test_an_evaluation_takes_every_row_in_its_order_and_keeps_nothing(tmp_path: 
         assert [group.prompt for group in found.groups] == [[100], [200], [300], [400], [500]]
         assert [[sample.reward for sample in group.samples] for group in found.groups] == [[n, n] for n in range(5)]
         assert (found.mean_reward, found.truncated, found.failed) == (2.0, 10, 0)
+        (shown,) = world.fleet_world.observations.view(role="actor", server="qwen").evaluations
+        assert (shown.name, shown.version, shown.prompts, shown.samples, shown.reward_mean) == ("data-5", 0, 5, 10, 2.0)
+        assert not world.fleet_world.observations.ended, "they are no samples of training"
         assert all(s.status is SampleStatus.TRUNCATED for group in found.groups for s in group.samples)
+
+    collect(tmp_path, story)
+
+
+def test_an_evaluation_whose_reward_has_parts_names_the_one_that_is_meant(tmp_path: Path) -> None:
+    async def story(world: CollectionWorld) -> None:
+        asked = {"data": {"path": str(world.data(1))}, "reward": plugin("parts")}
+        with pytest.raises(AgentError, match="reward_key: ''; the reward has right, short") as refusal:
+            await world.collections.evaluate(Evaluate.model_validate(asked))
+        assert refusal.value.code == "BadRequest"
+        found = await world.collections.evaluate(Evaluate.model_validate(asked | {"reward_key": "short"}))
+        assert found.mean_reward == 0.5
 
     collect(tmp_path, story)
 

@@ -123,6 +123,23 @@ def write_fleet(folder: Path, *, port: int, router: str, engines: Sequence[str],
     (folder / "fleet.json").write_text(json.dumps(fleet))
 
 
+def asked_for(folder: Path, *, done: int) -> dict[str, Any]:
+    """The collection of a trainer whose checkpoint has `done` steps."""
+    return {
+        "run": "run",
+        "store": str(folder / "ledger.sqlite"),
+        "data": {"path": str(folder / "data.jsonl")},
+        "epochs": EPOCHS,
+        "n": 2,
+        "groups_per_step": 4,
+        "estimator": "raw",
+        "mode": "asynchronous",
+        "over_sampling": 1.5,
+        "sampling_params": {"max_new_tokens": 4},
+        "step": done,
+    }
+
+
 def a_life_of_the_trainer(folder: Path, url: str, trained: Trained, **fields: Any) -> bool:
     """A few steps from the last checkpoint, which is all that a life leaves behind; True when the run is over.
     `fields`: others of its collection."""
@@ -130,20 +147,7 @@ def a_life_of_the_trainer(folder: Path, url: str, trained: Trained, **fields: An
     fleet = connect("actor", url=url)
     since: Trained = {}
     try:
-        asked: dict[str, Any] = {
-            "run": "run",
-            "store": str(folder / "ledger.sqlite"),
-            "data": {"path": str(folder / "data.jsonl")},
-            "epochs": EPOCHS,
-            "n": 2,
-            "groups_per_step": 4,
-            "estimator": "raw",
-            "mode": "asynchronous",
-            "over_sampling": 1.5,
-            "sampling_params": {"max_new_tokens": 4},
-            "step": done,
-        }
-        run = fleet.collect(**(asked | fields))
+        run = fleet.collect(**(asked_for(folder, done=done) | fields))
         for batch in run.batches(done + 1):
             since[batch.step] = sorted({(s.epoch, s.group_index) for s in batch.samples})
             assert len(batch.samples) == 2 * len(since[batch.step])

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,12 @@ class Side:
         return test_kills.a_life_of_the_trainer(self.folder, self.url, self.trained, **options)
 
     @contextmanager
-    def agent(self) -> Iterator[None]:
+    def agent(self) -> Iterator[BaseProcess]:
         """One life of it, to a SIGKILL."""
         child = FORKS.Process(target=live, args=(self.folder / "fleet.json",))
         child.start()
         try:
-            yield
+            yield child
         finally:
             child.kill()
             child.join()

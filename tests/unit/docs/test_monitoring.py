@@ -12,6 +12,7 @@ import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from rolloutfleet.agent.collection.observer import Evaluation
 from rolloutfleet.agent.observing.metrics import SampleMetrics
 from rolloutfleet.agent.observing.observations import Observations
 from rolloutfleet.api.names import AGENT_METRICS_PORT_NAME, ANNOTATION_ROLLOUT_SERVERS
@@ -33,7 +34,7 @@ FROM_PROMETHEUS = {"instance", "job", "pod"}
 """Labels that a scrape adds."""
 OURS = {
     *("namespace", "server", "group", "phase", "reason", "stage", "transport", "outcome"),  # of fleets
-    *("role", "status", "state"),  # of samples
+    *("role", "status", "state", "evaluation"),  # of samples
     *("kind", "verb", "resource", "code", "asked", "le"),  # of the operator
 }
 SELECTOR = re.compile(r"\b((?:rolloutfleet|process)_[a-z_]+)(?:\{([^}]*)\})?")
@@ -47,6 +48,7 @@ def of_samples() -> CollectorRegistry:
     seen.step_leased(1, [group(0, 1.0)], 1)
     seen.step_trained(1)
     seen.queue(open=1, finished=1, running=1)
+    seen.evaluation_ended(Evaluation("test", 1, [group(0, 1.0)], failed=0, reward_key="", seconds=1.0))
     registry = CollectorRegistry()
     registry.register(SampleMetrics("rl", {"actor": ("qwen", seen)}))
     return registry

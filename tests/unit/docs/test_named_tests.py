@@ -1,4 +1,4 @@
-"""Tests that documents name exist, and each complaint about other operators has one."""
+"""Tests that documents name exist, and each complaint about other operators and each case that broke others has one."""
 
 from __future__ import annotations
 
@@ -16,6 +16,13 @@ NAMED = re.compile(r"`([\w/.-]+\.py)::(\w+)(?:\[[^`]*\])?`")
 """`path::test`, of one that is parametrised with or without the parameters."""
 COMPLAINTS = DOCS / "peers-complaints.md"
 OWN_TESTS = "tests/unit/plan/test_complaints.py"
+CASES = {DOCS / "cases-samples.md": {27, 28, 29, 30, 50, 51, 55, 56, 57, 58, 61, 62, 64}}
+"""Tables of cases, and the numbers that each has."""
+TESTS_OF_CASES = (
+    "tests/unit/agent/test_cases.py",
+    "tests/unit/collection/test_cases.py",
+    "tests/api_server/test_injected_pods.py",
+)
 
 
 @cache
@@ -26,10 +33,10 @@ def collected_from(path: str) -> frozenset[str]:
     return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
 
 
-def rows() -> Iterator[tuple[int, str]]:
-    """(number, text) of each complaint."""
-    for line in COMPLAINTS.read_text().splitlines():
-        if numbered := re.match(r"\| (\d+) \|", line):
+def rows(page: Path = COMPLAINTS) -> Iterator[tuple[int, str]]:
+    """(number, text) of each complaint, or case."""
+    for line in page.read_text().splitlines():
+        if numbered := re.match(r"\| C?(\d+) \|", line):
             yield int(numbered[1]), line
 
 
@@ -53,4 +60,21 @@ def test_every_complaint_is_there_once_and_has_a_test() -> None:
 def test_a_test_that_was_written_for_a_complaint_is_named_in_its_row() -> None:
     named = {(number, name) for number, text in rows() for path, name in NAMED.findall(text) if path == OWN_TESTS}
     written = {(int(name.split("_")[1]), name) for name in collected_from(OWN_TESTS) if name.startswith("test_")}
+    assert written - named == set()
+
+
+@pytest.mark.parametrize("page", CASES, ids=lambda page: page.name)
+def test_every_case_is_there_once_and_has_a_test(page: Path) -> None:
+    assert [number for number, _ in rows(page)] == sorted(CASES[page])
+    assert [number for number, text in rows(page) if not NAMED.search(text)] == []
+
+
+def test_a_test_that_was_written_for_a_case_is_named_in_its_row() -> None:
+    named = {(number, name) for page in CASES for number, text in rows(page) for _, name in NAMED.findall(text)}
+    written = {
+        (int(numbered[1]), name)
+        for path in TESTS_OF_CASES
+        for name in collected_from(path)
+        if (numbered := re.match(r"test_(\d+)_", name))
+    }
     assert written - named == set()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolloutfleet.api.collection import Estimator
-from rolloutfleet.plan.advantages import EPSILON, NEEDS_GROUPS, advantages, by_fragment, check, same
+from rolloutfleet.plan.advantages import EPSILON, NEEDS_GROUPS, advantages, check, same
 
 REWARD = st.none() | st.floats(-1e6, 1e6)
 GROUPS = st.lists(st.lists(REWARD, max_size=6), max_size=4)
@@ -86,7 +86,3 @@ def test_samples_that_are_alone_are_refused_at_the_start() -> None:
 def test_a_reward_that_is_not_finite_is_refused_with_its_group() -> None:
     with pytest.raises(ValueError, match="group 1: a reward is not finite"):
         advantages([[1.0], [math.nan]], Estimator.GRPO)
-
-
-def test_parts_of_a_trajectory_share_its_advantage() -> None:
-    assert by_fragment([0.5, -0.5], [0, 0, 1, 0]) == [0.5, 0.5, -0.5, 0.5]

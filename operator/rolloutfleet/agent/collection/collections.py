@@ -13,7 +13,7 @@ from rolloutfleet.agent.collection.collector import Collector
 from rolloutfleet.agent.collection.engines import Engines, read_turn
 from rolloutfleet.agent.collection.group import Making, finish_group
 from rolloutfleet.agent.collection.judging import Judge
-from rolloutfleet.agent.collection.observer import Observer
+from rolloutfleet.agent.collection.observer import Evaluation, Observer
 from rolloutfleet.agent.collection.prompts import WorkSource
 from rolloutfleet.agent.collection.run import CollectionRun
 from rolloutfleet.agent.data.errors import DataError
@@ -192,6 +192,7 @@ class Collections:
         """Raises AgentError."""
         started = time.monotonic()
         await self._sampler.ready()
+        version = self._fleet.committed_version
         prompts = await self._data(asked.data.model_copy(update={"shuffle": False}))
         judge = Judge(asked, tokenizer=asked.tokenizer, generate_seconds=asked.timeout_seconds, http=self._http)
         engines = Engines(url=self._url, ticket=uuid.uuid4().hex)
@@ -217,13 +218,21 @@ class Collections:
             await judge.close()
             prompts.close()
         samples = [sample for group in groups for sample in group]
-        rewards = [value for sample in samples if (value := sample.reward_value(asked.reward_key)) is not None]
+        try:
+            rewards = [value for sample in samples if (value := sample.reward_value(asked.reward_key)) is not None]
+        except ValueError as error:  # rewards of several parts, and none of them is the one
+            raise invalid("BadRequest", str(error)) from error
+        failed = len(prompts) * asked.n - sum(sample.finished for sample in samples)
+        seconds = round(time.monotonic() - started, 4)
+        self._observer.evaluation_ended(
+            Evaluation(asked.shown_name, version, groups, failed, asked.reward_key, seconds)
+        )
         return Evaluated(
             groups=[SampleGroup(prompt=group[0].prompt_tokens, samples=group) for group in groups if group],
             mean_reward=sum(rewards) / len(rewards) if rewards else None,
             truncated=sum(sample.status is SampleStatus.TRUNCATED for sample in samples),
-            failed=len(prompts) * asked.n - sum(sample.finished for sample in samples),
-            seconds=round(time.monotonic() - started, 4),
+            failed=failed,
+            seconds=seconds,
         )
 
 

@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rolloutfleet.api.samples import Sample
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    name: str
+    version: int
+    """Committed when it began."""
+    groups: Sequence[Sequence[Sample]]
+    """By prompt, whatever became of the samples."""
+    failed: int
+    reward_key: str
+    seconds: float
 
 
 class Observer:
@@ -16,4 +29,5 @@ class Observer:
     def group_dropped(self, group: Sequence[Sample], reason: str) -> None: ...
     def step_leased(self, step: int, groups: Sequence[Sequence[Sample]], version: int) -> None: ...
     def step_trained(self, step: int) -> None: ...
+    def evaluation_ended(self, evaluation: Evaluation) -> None: ...
     def queue(self, *, open: int, finished: int, running: int) -> None: ...

@@ -8,12 +8,11 @@ from itertools import pairwise
 
 from rolloutfleet.api.samples import Sample
 from rolloutfleet.api.samples_view import Bar
+from rolloutfleet.plan.advantages import same
 
 NGRAM = 4
 TAIL_TOKENS = 512
 """A response that has run into a loop ends in it."""
-SAME_REWARD = 1e-6
-"""slime calls a group's rewards equal up to this standard deviation (check_reward_nonzero_std)."""
 
 
 def repetition(tokens: Sequence[int]) -> float:
@@ -35,9 +34,14 @@ def reward_of(sample: Sample, key: str) -> float | None:
     return sample.reward
 
 
+def rewards_of(samples: Sequence[Sample], key: str) -> list[float]:
+    """Of those that have one."""
+    return [reward for sample in samples if (reward := reward_of(sample, key)) is not None]
+
+
 def all_equal(rewards: Sequence[float]) -> bool:
-    """Of two or more."""
-    return len(rewards) > 1 and max(rewards) - min(rewards) <= SAME_REWARD
+    """Of two or more: the group teaches nothing, by the definition of filters and advantages."""
+    return len(rewards) > 1 and same(rewards)
 
 
 def bars(values: Sequence[float], *, most: int = 20) -> list[Bar]:

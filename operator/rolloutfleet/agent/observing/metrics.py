@@ -32,6 +32,7 @@ class SampleMetrics:
         yield from self._counters()
         yield from self._histograms()
         yield from self._gauges()
+        yield from self._evaluations()
 
     def _counters(self) -> Iterator[Metric]:
         ended = CounterMetricFamily(
@@ -111,6 +112,21 @@ class SampleMetrics:
             if seen.last_trained is not None:
                 trained.add_metric(labels, seen.last_trained)
         yield from (groups, requests, step, trained, mean)
+
+    def _evaluations(self) -> Iterator[Metric]:
+        for field, name, text in (
+            ("reward_mean", "reward", "Mean reward in the last evaluation of this name"),
+            ("pass_rate", "passed", "Share of its samples whose reward is at least the one that counts as passed"),
+            ("samples", "samples", "Samples of it that came to an end"),
+            ("version", "version", "Weights that were committed when it began"),
+        ):
+            family = GaugeMetricFamily(f"rolloutfleet_samples_evaluation_{name}", text, labels=(*LABELS, "evaluation"))
+            for labels, seen in self._roles:
+                for evaluation, view in seen.last_evaluations.items():
+                    value = getattr(view, field)
+                    if value is not None:
+                        family.add_metric((*labels, evaluation), value)
+            yield family
 
 
 async def serve_metrics(

@@ -14,15 +14,16 @@ from dataclasses import dataclass
 from itertools import islice
 from statistics import fmean, pstdev
 
-from rolloutfleet.agent.collection.observer import Observer
-from rolloutfleet.agent.observing.measures import Histogram, all_equal, bars, repetition, reward_of
+from rolloutfleet.agent.collection.observer import Evaluation, Observer
+from rolloutfleet.agent.observing.measures import Histogram, all_equal, bars, repetition, rewards_of
 from rolloutfleet.agent.observing.recent import MAX_SAMPLES, Recent, RecentSample
 from rolloutfleet.agent.observing.throughput import Meter
 from rolloutfleet.api.samples import Sample, SampleStatus
-from rolloutfleet.api.samples_view import QueueView, Rates, SamplesView, StepView
+from rolloutfleet.api.samples_view import EvaluationView, QueueView, Rates, SamplesView, StepView
 from rolloutfleet.plan.stitching import staleness
 
 MAX_STEPS = 400
+MAX_EVALUATIONS = 64
 REMEMBERED = 2048
 """Samples and rewards that rates and histograms are of."""
 REASONS = 32
@@ -96,6 +97,13 @@ class Observations(Observer):
         self.rewards = Histogram(*REWARD_BUCKETS)
         self.staleness = Histogram(*STALENESS_BUCKETS)
         self._queue: tuple[int, int, int] | None = None
+        self._evaluations: deque[tuple[float, EvaluationView]] = deque(maxlen=MAX_EVALUATIONS)
+        """With the moment when it ended."""
+
+    @property
+    def last_evaluations(self) -> dict[str, EvaluationView]:
+        """By name."""
+        return {evaluation.name: evaluation for _, evaluation in self._evaluations}
 
     @property
     def last_step(self) -> StepView | None:
@@ -190,7 +198,7 @@ class Observations(Observer):
             reward_mean=fmean(flat) if flat else None,
             reward_std=pstdev(flat) if flat else None,
             pass_rate=self._passed(flat),
-            pass_at_n=_share([any(r >= self._pass_reward for r in of_group) for of_group in rewards if of_group]),
+            pass_at_n=self._passed([max(of_group) for of_group in rewards if of_group]),
             zero_variance=sum(map(all_equal, rewards)),
             response_length=_mean(sample.response_length for sample in samples),
             truncated=_mean(sample.status is SampleStatus.TRUNCATED for sample in samples),
@@ -206,6 +214,28 @@ class Observations(Observer):
         for known, view in self._steps.items():
             if known <= step and not view.trained:
                 self._steps[known] = view.model_copy(update={"trained": True})
+
+    def evaluation_ended(self, evaluation: Evaluation) -> None:
+        """Nothing of it counts among the samples of training."""
+        groups = [[sample for sample in group if sample.finished] for group in evaluation.groups]
+        samples = [sample for group in groups for sample in group]
+        rewards = [rewards_of(group, evaluation.reward_key) for group in groups]
+        flat = [reward for of_group in rewards for reward in of_group]
+        view = EvaluationView(
+            name=evaluation.name,
+            version=evaluation.version,
+            ago=0.0,
+            seconds=evaluation.seconds,
+            prompts=len(evaluation.groups),
+            samples=len(samples),
+            failed=evaluation.failed,
+            reward_mean=fmean(flat) if flat else None,
+            pass_rate=self._passed(flat),
+            pass_at_n=self._passed([max(of_group) for of_group in rewards if of_group]),
+            response_length=_mean(sample.response_length for sample in samples),
+            truncated=_mean(sample.status is SampleStatus.TRUNCATED for sample in samples),
+        )
+        self._evaluations.append((self._clock(), view))
 
     def queue(self, *, open: int, finished: int, running: int) -> None:
         """How many groups stand where at this moment, and how many requests run."""
@@ -239,6 +269,9 @@ class Observations(Observer):
             staleness=dict(sorted(sum(self._staleness.values(), Counter()).items())),
             pass_reward=self._pass_reward,
             steps=[self._steps[step] for step in sorted(self._steps)],
+            evaluations=[
+                view.model_copy(update={"ago": round(now - ended_at, 1)}) for ended_at, view in self._evaluations
+            ],
             queue=self.queue_lengths,
             samples=list(islice(self._recent.views(now, after=after, reward_key=self._reward_key), limit)),
         )
@@ -259,8 +292,7 @@ class Observations(Observer):
         )
 
     def _rewards(self, group: Sequence[Sample]) -> list[float]:
-        found = (reward_of(sample, self._reward_key) for sample in group)
-        return [reward for reward in found if reward is not None]
+        return rewards_of(group, self._reward_key)
 
     def _passed(self, rewards: Sequence[float]) -> float | None:
         return _share([reward >= self._pass_reward for reward in rewards])

@@ -142,6 +142,17 @@ function rows(id, entries, text) {
     el("span", {textContent: name}), el("span", {textContent: count.format(value)}), el("meter", {min: 0, max: most, value, ariaLabel: name}))));
 }
 
+function evaluations(found) {
+  $("evaluated").hidden = !found.length;
+  const line = (tag, cells) => el("tr", {}, ...cells.map((text) => el(tag, {textContent: text})));
+  const figures = ({name, version, reward_mean, pass_rate, pass_at_n, samples: size, failed, truncated, response_length, seconds, ago}) => line("td", [
+    name, `version ${version}`, decimal(reward_mean), percent(pass_rate), percent(pass_at_n), `${count.format(size)}${failed ? `, ${count.format(failed)} failed` : ""}`,
+    percent(truncated), decimal(response_length, 0), `${decimal(seconds, 1)} s`, `${decimal(ago / 60, 0)} min ago`]);
+  $("evaluations").replaceChildren(
+    line("th", ["Name", "Weights", "Reward", "Passed", "pass@n", "Samples", "Truncated", "Tokens", "Took", "Ended"]),
+    ...[...found].reverse().map(figures));
+}
+
 // Samples
 function versionOf(spans, at) {
   const span = spans.find((one) => one.start <= at && at < one.end);
@@ -257,7 +268,7 @@ function show(view) {
   number = view.number;
   document.title = `Samples of ${view.server} · rolloutfleet`;
   $("whose").textContent = `${view.server} (${view.role})`;
-  const any = Object.keys(view.ended).length || view.groups || view.steps.length || Object.keys(view.dropped).length;
+  const any = Object.keys(view.ended).length || view.groups || view.steps.length || Object.keys(view.dropped).length || view.evaluations.length;
   $("empty").hidden = Boolean(any);
   $("main").hidden = !any;
   const prompts = view.queue ? ` ${count.format(view.queue.open)} groups are in work, with ${count.format(view.queue.running)} requests.` : " No prompt has been taken yet.";
@@ -277,6 +288,7 @@ function figures(view) {
   rewards(view.rewards);
   staleness(view.staleness);
   throughput(view.throughput);
+  evaluations(view.evaluations);
   rows("queue", view.queue ? Object.entries(QUEUE).map(([name, words]) => [words, view.queue[name]]) : [], "Not told yet.");
   rows("drops", Object.entries(view.dropped).sort((a, b) => b[1] - a[1]), "None.");
   rows("ends", Object.entries(view.ended), "None.");

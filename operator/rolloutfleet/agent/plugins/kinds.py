@@ -23,7 +23,7 @@ class Kind(StrEnum):
     REWARD = "reward"
     """(sample) -> number, or numbers by name"""
     GROUP_REWARD = "group_reward"
-    """(samples of one prompt) -> a reward for each, in their order"""
+    """(samples of one prompt; of a trajectory in several parts the last one) -> a reward for each, in their order"""
     FILTER = "filter"
     """(samples of one prompt) -> whether to keep them: a bool, or Verdict"""
     SAMPLE_HOOK = "sample_hook"
