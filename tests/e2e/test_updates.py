@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import signal
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -206,10 +207,10 @@ def trainer_uid(space: Kubectl) -> str:
 
 
 @contextmanager
-def in_pause(
-    space: Kubectl, trainer: Trainer, pool: ThreadPoolExecutor, model: str, waited_for: dict[str, Any]
-) -> Iterator[Future[Any]]:
-    """An update from disk that waits for this engine, whose scheduler has stopped, to flush its cache in the pause."""
+def in_pause(space: Kubectl, trainer: Trainer, pool: ThreadPoolExecutor, model: str) -> Iterator[Future[Any]]:
+    """An update from disk that waits for the second engine, whose scheduler has stopped, to flush its cache in the
+    pause."""
+    waited_for = engines(space, f"{SERVER}-main")[1]
     with faults.stopped(faults.processes(waited_for["podUid"], part=faults.SCHEDULER_PROCESS)):
         update = pool.submit(trainer, f"fleet.update_weights('/weights/{model}', timeout=120)")
         eventually(lambda: asked(waited_for, "/ready").status_code == 503, 60, "it has been asked to pause")
@@ -232,6 +233,34 @@ def before_commit(space: Kubectl, trainer: Trainer, pool: ThreadPoolExecutor, mo
                 accept=lambda seen: seen == label,
             )
         yield update.result
+
+
+@dataclass(frozen=True)
+class Killed:
+    """An update to m1 in the middle of which somebody was killed."""
+
+    version: int
+    """Of m0, which was served before."""
+    engine: str
+    """Pod of the second one."""
+    update: Future[Any]
+
+
+def kill(
+    space: Kubectl,
+    trainer: Trainer,
+    part: bytes,
+    moment: Callable[[Kubectl, Trainer, ThreadPoolExecutor, str], AbstractContextManager[Future[Any]]],
+) -> Killed:
+    """`part`: of the command line of whom to kill, who runs in the second engine's pod or in the trainer's."""
+    version = settled(space, trainer)
+    engine = engines(space, f"{SERVER}-main")[1]
+    uid = engine["podUid"] if part == faults.ENGINE_PROCESS else trainer_uid(space)
+    with ThreadPoolExecutor() as pool:
+        with moment(space, trainer, pool, "m1") as update:
+            faults.send(uid, signal.SIGKILL, part=part)
+        update.exception()  # ended, however
+    return Killed(version, engine["pod"], update)
 
 
 def asked(engine: dict[str, Any], path: str) -> httpx.Response:
@@ -323,30 +352,23 @@ def test_an_agent_that_is_killed_between_two_buckets_leaves_the_old_version_serv
 def test_an_engine_that_is_killed_while_it_is_being_paused_catches_up_alone(
     space: Kubectl, trainer: Trainer, greedy: dict[str, Any]
 ) -> None:
-    version = settled(space, trainer)
-    victim = engines(space, f"{SERVER}-main")[1]
-    with ThreadPoolExecutor() as pool, in_pause(space, trainer, pool, "m1", victim) as update:
-        faults.send(victim["podUid"], signal.SIGKILL, part=faults.ENGINE_PROCESS)
-        result = update.result()
-    verdicts = {verdict["pod"]: verdict for verdict in result["engines"]}
-    verdict = verdicts.pop(victim["pod"])
+    killed = kill(space, trainer, faults.ENGINE_PROCESS, in_pause)
+    verdicts = {verdict["pod"]: verdict for verdict in killed.update.result()["engines"]}
+    verdict = verdicts.pop(killed.engine)
     assert (verdict["outcome"], "/flush_cache" in verdict["message"]) == ("Unreachable", True), verdict
     assert [survivor["outcome"] for survivor in verdicts.values()] == ["Committed"]
-    caught_up(space, trainer, version + 1, greedy["m1"])
+    caught_up(space, trainer, killed.version + 1, greedy["m1"])
 
 
 def test_an_engine_that_is_killed_before_the_commit_is_recorded_catches_up_alone(
     space: Kubectl, trainer: Trainer, greedy: dict[str, Any]
 ) -> None:
-    version = settled(space, trainer)
-    victim = engines(space, f"{SERVER}-main")[1]
-    with ThreadPoolExecutor() as pool, before_commit(space, trainer, pool, "m1") as update:
-        faults.send(victim["podUid"], signal.SIGKILL, part=faults.ENGINE_PROCESS)
-    outcomes = {verdict["pod"]: verdict["outcome"] for verdict in update.result()["engines"]}
+    killed = kill(space, trainer, faults.ENGINE_PROCESS, before_commit)
+    outcomes = {verdict["pod"]: verdict["outcome"] for verdict in killed.update.result()["engines"]}
     # It had answered for its weights by then, or had not.
-    assert outcomes.pop(victim["pod"]) in ("Committed", "Unreachable")
+    assert outcomes.pop(killed.engine) in ("Committed", "Unreachable")
     assert list(outcomes.values()) == ["Committed"]
-    caught_up(space, trainer, version + 1, greedy["m1"])
+    caught_up(space, trainer, killed.version + 1, greedy["m1"])
 
 
 def caught_up(space: Kubectl, trainer: Trainer, version: int, tokens: Any) -> None:
@@ -356,57 +378,36 @@ def caught_up(space: Kubectl, trainer: Trainer, version: int, tokens: Any) -> No
     restored(space, trainer, version, tokens, seconds=START_SECONDS)
 
 
-def test_a_trainer_that_is_killed_in_the_pause_does_not_stop_engines_that_read_a_checkpoint(
-    space: Kubectl, trainer: Trainer, greedy: dict[str, Any]
+@pytest.mark.parametrize("moment", [in_pause, before_commit])
+def test_a_trainer_that_is_killed_when_all_has_been_sent_has_updated_its_fleet(
+    space: Kubectl, trainer: Trainer, greedy: dict[str, Any], moment: Any
 ) -> None:
-    version = settled(space, trainer)
-    waited_for = engines(space, f"{SERVER}-main")[1]
-    with ThreadPoolExecutor() as pool:
-        with in_pause(space, trainer, pool, "m1", waited_for) as update:
-            faults.send(trainer_uid(space), signal.SIGKILL, part=SENDER)
-        with pytest.raises(TrainerError):
-            update.result()
-    restored(space, trainer, version + 1, greedy["m1"])
-
-
-def test_a_trainer_that_is_killed_before_the_commit_is_recorded_has_updated_its_fleet(
-    space: Kubectl, trainer: Trainer, greedy: dict[str, Any]
-) -> None:
-    version, pod = settled(space, trainer), trainer_uid(space)
-    with ThreadPoolExecutor() as pool:
-        with before_commit(space, trainer, pool, "m1") as update:
-            faults.send(pod, signal.SIGKILL, part=SENDER)
-        with pytest.raises(TrainerError):
-            update.result()
-    restored(space, trainer, version + 1, greedy["m1"])
+    """In the pause: engines read a checkpoint by themselves."""
+    killed = kill(space, trainer, SENDER, moment)
+    with pytest.raises(TrainerError):
+        killed.update.result()
+    restored(space, trainer, killed.version + 1, greedy["m1"])
 
 
 def test_an_agent_that_is_killed_in_the_pause_leaves_the_old_version_serving(
     space: Kubectl, trainer: Trainer, greedy: dict[str, Any]
 ) -> None:
-    version = settled(space, trainer)
-    waited_for = engines(space, f"{SERVER}-main")[1]
-    with ThreadPoolExecutor() as pool:
-        with in_pause(space, trainer, pool, "m1", waited_for) as update:
-            faults.send(trainer_uid(space), signal.SIGKILL, part=faults.AGENT_PROCESS)
-        with pytest.raises(TrainerError, match="AgentUnreachable"):
-            update.result()
-    restored(space, trainer, version, greedy["m0"])
+    killed = kill(space, trainer, faults.AGENT_PROCESS, in_pause)
+    with pytest.raises(TrainerError, match="AgentUnreachable"):
+        killed.update.result()
+    restored(space, trainer, killed.version, greedy["m0"])
 
 
 def test_an_agent_that_is_killed_before_the_commit_is_recorded_leaves_one_version_serving(
     space: Kubectl, trainer: Trainer, greedy: dict[str, Any]
 ) -> None:
     """What it has sent to the API server, that may still do: one version or the other."""
-    version, pod = settled(space, trainer), trainer_uid(space)
-    with ThreadPoolExecutor() as pool:
-        with before_commit(space, trainer, pool, "m1") as update:
-            faults.send(pod, signal.SIGKILL, part=faults.AGENT_PROCESS)
-        with pytest.raises(TrainerError, match="AgentUnreachable"):
-            update.result()
+    killed = kill(space, trainer, faults.AGENT_PROCESS, before_commit)
+    with pytest.raises(TrainerError, match="AgentUnreachable"):
+        killed.update.result()
     committed = space.json("get", "ros", SERVER)["status"]["training"]["weights"]["version"]
-    assert committed in (version, version + 1)
-    restored(space, trainer, committed, greedy["m1" if committed > version else "m0"])
+    assert committed in (killed.version, killed.version + 1)
+    restored(space, trainer, committed, greedy["m1" if committed > killed.version else "m0"])
 
 
 def test_an_api_server_that_is_away_for_twenty_seconds_in_the_middle_leaves_one_version_serving(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -24,7 +25,7 @@ from engines import Agent
 from safetensors.torch import load_file
 
 from gpu import bare
-from gpu.machine import ANOTHER_POD, FOLDER, STATE, GpuEngine, make_checkpoints, start, used_bytes
+from gpu.machine import ANOTHER_POD, FOLDER, SCRATCH, STATE, GpuEngine, make_checkpoints, start, used_bytes
 from rolloutfleet.trainer import Fleet, NonFiniteWeights
 from rolloutfleet.trainer.tensors import refuse_non_finite
 
@@ -376,6 +377,7 @@ def start_engines() -> None:
 def stop() -> None:
     for name in json.loads(STATE.read_text()):
         GpuEngine.found(name).kill()
+    shutil.rmtree(SCRATCH)
 
 
 PHASES: dict[str, Callable[[], None]] = {

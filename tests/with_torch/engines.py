@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -137,6 +138,8 @@ class Engine(Process):
 
 class CpuEngine(Engine):
     def __init__(self, checkpoint: Path, *, name: str, logs: Path) -> None:
+        # Killed, it removes nothing itself. Not below `logs`: paths of sockets have 107 bytes.
+        self._scratch = tempfile.TemporaryDirectory(prefix="sglang-")
         flags = ["--load-format", "auto", "--device", "cpu", "--skip-tokenizer-init", "--max-total-tokens", "8192"]
         super().__init__(
             [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint), *flags, "--sleep-on-idle"],
@@ -144,7 +147,12 @@ class CpuEngine(Engine):
             logs=logs,
             SGLANG_USE_CPU_ENGINE="1",
             PYTHONPATH=str(ROOT / "images/engine-cpu/shim"),
+            TMPDIR=self._scratch.name,
         )
+
+    def kill(self) -> None:
+        super().kill()
+        self._scratch.cleanup()
 
 
 class Agent(Process):
