@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from rolloutfleet.agent.errors import AgentError, conflict, invalid
 from rolloutfleet.agent.membership import Fleet
+from rolloutfleet.agent.volume import unreadable
 from rolloutfleet.api.agent import TensorMeta, UpdateOptions
 from rolloutfleet.engine.checkpoint import Checkpoint, differences, missing, read_checkpoint, unfit
 from rolloutfleet.engine.errors import CheckpointError
@@ -76,7 +77,7 @@ def compare_checkpoint(fleet: Fleet, path: Path) -> bool:
             raise conflict("NoLocalCopy", f"path {path}: a delta, which needs spec.weights.localCopy in {fleet.name}")
         new = read_checkpoint(path)
     except (CheckpointError, OSError) as error:
-        raise invalid("BadCheckpoint", f"path {path}: {error}") from error
+        raise unreadable(str(path), error) from error
     reference = served_checkpoint(fleet)
     if reference is None:
         return False

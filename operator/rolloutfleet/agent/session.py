@@ -18,15 +18,11 @@ from typing import Any
 from rolloutfleet.agent.errors import AgentError, conflict, invalid
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
-from rolloutfleet.agent.preflight import (
-    checkpoint_folder,
-    compare_checkpoint,
-    served_checkpoint,
-    target_version,
-)
+from rolloutfleet.agent.preflight import checkpoint_folder, compare_checkpoint, served_checkpoint, target_version
 from rolloutfleet.agent.senders import Senders
 from rolloutfleet.agent.transaction import Step, Transaction
 from rolloutfleet.agent.turns import Turns
+from rolloutfleet.agent.volume import looking
 from rolloutfleet.api.agent import (
     BeginUpdate,
     JoinGroups,
@@ -95,7 +91,8 @@ class Session:
     async def run(self) -> None:
         try:
             await self._fleet.refresh()
-            transaction = self._transaction = self._prepared()
+            path, seconds = self._request.source or "the served checkpoint", self._request.timeout_seconds
+            transaction = self._transaction = await looking(path, self._prepared, seconds=seconds)
             await transaction.begin()
         except BaseException as error:
             self._fail(error)

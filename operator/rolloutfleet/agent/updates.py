@@ -16,6 +16,7 @@ from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.agent.participants import participants_in
 from rolloutfleet.agent.preflight import checkpoint_folder, compare_checkpoint, target_version
 from rolloutfleet.agent.transaction import Transaction
+from rolloutfleet.agent.volume import looking
 from rolloutfleet.api.agent import UpdateResult, UpdateWeights
 from rolloutfleet.engine.errors import CheckpointError
 from rolloutfleet.engine.sglang import EngineClient
@@ -60,9 +61,9 @@ class Updater:
         began = time.monotonic()
         await self._fleet.refresh()
         target = target_version(self._fleet, request)
-        folder = checkpoint_folder(self._fleet, request.path)
-        compared = compare_checkpoint(self._fleet, folder)
-        found = self._as_it_was(folder)
+        compared, found = await looking(
+            request.path, lambda: self._checked(request.path), seconds=request.timeout_seconds
+        )
         copies = await self._copied(request.path, deadline=began + COPY_SHARE * request.timeout_seconds)
         seconds = {"copy": time.monotonic() - began} if copies is not None else {}
         transaction = Transaction(
@@ -87,7 +88,7 @@ class Updater:
             await transaction.pause(admitting=copies is None)
             await self._load(transaction, request.path, copies, compared=compared)
             if copies is None:
-                _refuse_what_changed(transaction, found)
+                await _refuse_what_changed(transaction, request.path, found)
         except AgentError as error:  # we do not lead any more
             abandoned = error
         finally:
@@ -96,11 +97,17 @@ class Updater:
         self._committed = found
         return result
 
+    def _checked(self, path: str) -> tuple[bool, Fingerprints]:
+        """Whether its tensors are known to be the model's, and how its files are. Raises AgentError, OSError."""
+        folder = checkpoint_folder(self._fleet, path)
+        return compare_checkpoint(self._fleet, folder), self._as_it_was(folder)
+
     def _as_it_was(self, folder: Path) -> Fingerprints:
         """Of what engines are about to read; empty where it is not mounted here.
 
-        Raises AgentError if it is the last version's folder and something has changed in it since: an engine that came
-        back meanwhile may have read a mixture. The same folder once more is fine, for example after an onload.
+        Raises OSError, and AgentError if it is the last version's folder and something has changed in it since: an
+        engine that came back meanwhile may have read a mixture. The same folder once more is fine, for example after
+        an onload.
         """
         try:
             if folder in self._committed.taken:
@@ -108,8 +115,6 @@ class Updater:
             return Fingerprints.of([folder] if folder.is_dir() else [])
         except CheckpointError as error:
             raise invalid("MutablePath", f"path {folder}: {error}") from error
-        except OSError as error:
-            raise invalid("BadCheckpoint", f"path {folder}: cannot be read: {error}") from error
 
     async def _copied(self, path: str, *, deadline: float) -> Copies | None:
         """None where engines read the volume themselves. Raises AgentError if no pod has got a copy."""
@@ -149,10 +154,10 @@ class Updater:
         transaction.seconds["load"] = time.monotonic() - clock
 
 
-def _refuse_what_changed(transaction: Transaction, unchanged: Fingerprints) -> None:
+async def _refuse_what_changed(transaction: Transaction, path: str, unchanged: Fingerprints) -> None:
     try:
-        unchanged.require_same(*unchanged.taken)
-    except (CheckpointError, OSError) as error:
+        await looking(path, lambda: unchanged.require_same(*unchanged.taken), seconds=transaction.left)
+    except (CheckpointError, AgentError) as error:
         transaction.errors |= {participant.uid: str(error) for participant in transaction.alive()}
 
 
