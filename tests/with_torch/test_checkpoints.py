@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from rolloutfleet.engine.checkpoint import differences, read_checkpoint
 from rolloutfleet.engine.errors import CheckpointError
-from rolloutfleet.trainer import NonFiniteWeights, prune_checkpoints, save_checkpoint
+from rolloutfleet.trainer import NonFiniteWeights, ZeroWeights, prune_checkpoints, save_checkpoint
 
 
 class Checkpoints(unittest.TestCase):
@@ -44,6 +44,13 @@ class Checkpoints(unittest.TestCase):
             with self.assertRaisesRegex(NonFiniteWeights, r"b\.weight"):
                 save_checkpoint(state, self.weights, version=1, base=self.base)
         self.assertEqual(list(self.weights.iterdir()), [])
+
+    def test_weights_that_are_all_zero_are_refused_and_a_matrix_that_is_zero_is_not(self) -> None:
+        blank = {"a.weight": torch.zeros(2, 3), "norm.weight": torch.ones(3)}
+        with self.assertRaisesRegex(ZeroWeights, "all 1 matrices"):
+            save_checkpoint(blank, self.weights, version=1, base=self.base)
+        self.assertEqual(list(self.weights.iterdir()), [])
+        save_checkpoint({**blank, "b.weight": torch.eye(2)}, self.weights, version=1, base=self.base)
 
     def test_a_version_is_never_rewritten(self) -> None:
         path = save_checkpoint(self.state, self.weights, version=1, base=self.base)
