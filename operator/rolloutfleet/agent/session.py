@@ -18,7 +18,13 @@ from typing import Any
 from rolloutfleet.agent.errors import AgentError, conflict, invalid
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
-from rolloutfleet.agent.preflight import checkpoint_folder, compare_checkpoint, served_checkpoint, target_version
+from rolloutfleet.agent.preflight import (
+    checkpoint_folder,
+    compare_checkpoint,
+    refuse_layouts,
+    served_checkpoint,
+    target_version,
+)
 from rolloutfleet.agent.senders import Senders
 from rolloutfleet.agent.transaction import Step, Transaction
 from rolloutfleet.agent.turns import Turns
@@ -118,25 +124,12 @@ class Session:
         """Raises AgentError for what must not begin."""
         request = self._request
         target = target_version(self._fleet, request)
+        refuse_layouts(self._fleet, request.transport)
         if request.source:
             compare_checkpoint(self._fleet, checkpoint_folder(self._fleet, request.source))
         self._senders.reference = served_checkpoint(self._fleet)
         if self._senders.reference is None:
             logger.warning("no checkpoint of %s is mounted here: tensors are not compared", self._fleet.name)
-        for group, engine in self._fleet.trained_engines():
-            shape = engine.facts or group.spec.engine
-            if shape is not None and shape.pipeline_parallel > 1:
-                raise conflict(
-                    "UnsupportedLayout",
-                    f"{group.name} has {shape.pipeline_parallel} pipeline stages, and SGLang takes tensors from a "
-                    "trainer into one only; update it from disk",
-                )
-            if request.transport == "tensor" and group.spec.engine is not None and group.spec.engine.nodes > 1:
-                raise conflict(
-                    "UnsupportedLayout",
-                    f"an engine of {group.name} spans {group.spec.engine.nodes} pods, which share no memory with one "
-                    "trainer; use the distributed transport or disk",
-                )
         return Transaction(
             fleet=self._fleet,
             leadership=self._leadership,

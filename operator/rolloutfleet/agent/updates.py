@@ -14,7 +14,7 @@ from rolloutfleet.agent.errors import AgentError, conflict, invalid
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.agent.participants import participants_in
-from rolloutfleet.agent.preflight import checkpoint_folder, compare_checkpoint, target_version
+from rolloutfleet.agent.preflight import checkpoint_folder, compare_checkpoint, refuse_layouts, target_version
 from rolloutfleet.agent.transaction import Transaction
 from rolloutfleet.agent.volume import looking
 from rolloutfleet.api.agent import UpdateResult, UpdateWeights
@@ -99,6 +99,7 @@ class Updater:
 
     def _checked(self, path: str) -> tuple[bool, Fingerprints]:
         """Whether its tensors are known to be the model's, and how its files are. Raises AgentError, OSError."""
+        refuse_layouts(self._fleet, "disk")
         folder = checkpoint_folder(self._fleet, path)
         return compare_checkpoint(self._fleet, folder), self._as_it_was(folder)
 
