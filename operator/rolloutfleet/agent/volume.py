@@ -11,14 +11,18 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from rolloutfleet.agent.errors import AgentError, invalid
+from rolloutfleet.agent.membership import Fleet
 
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 60.0
 """Headers of the many files of a large checkpoint come from a slow volume within this."""
+
+LAST_PAUSE_SECONDS = 600.0
 
 Seen = TypeVar("Seen")
 
@@ -62,6 +66,32 @@ async def looking(path: str, look: Callable[[], Seen], *, seconds: float) -> See
         raise AgentError("VolumeSilent", text, status=504) from error
     except OSError as error:
         raise unreadable(path, error) from error
+
+
+async def announce(fleet: Fleet, *, first_pause: float = 1.0) -> None:
+    """Until the shared volume can be read: tell by an event that it cannot, so that nobody learns it from the first
+    update. A trainer's pod that does not mount it sends tensors, perhaps: that is no error."""
+    pause, told = first_pause, ""
+    while True:
+        spec = fleet.server.spec if fleet.server is not None else None
+        if spec is not None:
+            if spec.weights is None or not spec.update_weights:
+                return
+            mount = spec.weights.mount_path
+            try:
+                await looking(mount, partial(_list, mount), seconds=LOOK_SECONDS)
+                return
+            except AgentError as problem:
+                if problem.message != told:
+                    told = problem.message
+                    await fleet.warn_on_server("WeightsUnreadable", told)
+            pause = min(2 * pause, LAST_PAUSE_SECONDS)  # each look that hangs costs a thread
+        await asyncio.sleep(pause)
+
+
+def _list(mount: str) -> None:
+    if os.path.lexists(mount):
+        os.listdir(mount)
 
 
 def unreadable(path: str, error: Exception) -> AgentError:
