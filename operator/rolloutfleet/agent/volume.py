@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import stat
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from rolloutfleet.agent.errors import AgentError, invalid
 from rolloutfleet.agent.membership import Fleet
@@ -66,6 +68,26 @@ async def looking(path: str, look: Callable[[], Seen], *, seconds: float) -> See
         raise AgentError("VolumeSilent", text, status=504) from error
     except OSError as error:
         raise unreadable(path, error) from error
+
+
+class Rights(NamedTuple):
+    """Of a file or folder that not everybody may read."""
+
+    mode: int
+    user: int
+    group: int
+
+    def __str__(self) -> str:
+        return f"mode {self.mode:o} of user {self.user} and group {self.group}"
+
+
+def rights(folder: Path) -> frozenset[Rights]:
+    """Whoever may read these here, another user may not. Raises OSError."""
+    found = [(folder.stat(), stat.S_IROTH | stat.S_IXOTH)]
+    found += [(file.stat(), stat.S_IROTH) for file in folder.iterdir()]
+    return frozenset(
+        Rights(stat.S_IMODE(one.st_mode), one.st_uid, one.st_gid) for one, needed in found if needed & ~one.st_mode
+    )
 
 
 async def announce(fleet: Fleet, *, first_pause: float = 1.0) -> None:
