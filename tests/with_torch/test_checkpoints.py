@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import subprocess
+import sys
 import tempfile
+import textwrap
 import unittest
 from pathlib import Path
 from unittest import mock
@@ -68,6 +71,39 @@ class Checkpoints(unittest.TestCase):
         with self.assertRaisesRegex(FileNotFoundError, "config.json"):
             save_checkpoint(self.state, self.weights, version=1, base=self.root / "none")
         self.assertEqual(list(self.weights.iterdir()), [])
+
+    def test_a_volume_that_is_full_or_read_only_is_named_and_keeps_nothing(self) -> None:
+        """With room for one checkpoint and a half; in a mount namespace that goes with its process."""
+        story = """
+            import os, subprocess, sys, torch
+            from rolloutfleet.trainer import save_checkpoint
+            folder, base = sys.argv[1:]
+            def save(version):
+                try:
+                    save_checkpoint({"a.weight": torch.ones(1 << 20, 2)}, folder, version=version, base=base)
+                except OSError as error:
+                    print(error.errno, error.filename)
+                print(*os.listdir(folder))
+            save(1)
+            save(2)
+            subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+            save(3)
+        """
+        mounted = f'mount -t tmpfs -o size=12m weights {self.weights} && exec "$@"'
+        python = [sys.executable, "-c", textwrap.dedent(story), str(self.weights), str(self.base)]
+        told = subprocess.run(
+            ["unshare", "--mount", "sh", "-c", mounted, "sh", *python],
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        saved, full, after, read_only, still = told.stdout.splitlines()
+        self.assertEqual([saved, after, still], ["v000001"] * 3)
+        self.assertEqual(full, f"{errno.ENOSPC} {self.weights}/v000002")
+        number, path = read_only.split()
+        self.assertEqual(int(number), errno.EROFS)
+        self.assertTrue(path.startswith(str(self.weights)), path)
 
     def test_of_tied_tensors_those_are_written_that_the_base_has(self) -> None:
         save_file({"embed.weight": torch.ones(2, 2)}, self.base / "model.safetensors")

@@ -20,14 +20,15 @@ OWN_TESTS = "tests/unit/plan/test_complaints.py"
 
 @cache
 def collected_from(path: str) -> frozenset[str]:
-    """Of functions at the top of a file: nothing else is collected here."""
+    """Functions at the top of a file, and methods of unittest's classes: nothing else is collected here."""
     module = ROOT / path
     tree = ast.parse(module.read_text()) if module.is_file() else ast.Module([], [])
-    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+    parts = [*tree.body, *(part for node in tree.body if isinstance(node, ast.ClassDef) for part in node.body)]
+    return frozenset(node.name for node in parts if isinstance(node, ast.FunctionDef))
 
 
 def rows() -> Iterator[tuple[int, str]]:
-    """(number, text) of each complaint."""
+    """(number, text) of each complaint about other operators."""
     for line in COMPLAINTS.read_text().splitlines():
         if numbered := re.match(r"\| (\d+) \|", line):
             yield int(numbered[1]), line
@@ -48,6 +49,16 @@ def test_nothing_that_looks_like_the_name_of_a_test_is_overlooked() -> None:
 def test_every_complaint_is_there_once_and_has_a_test() -> None:
     assert [number for number, _ in rows()] == list(range(1, 37))
     assert [number for number, text in rows() if not NAMED.search(text)] == []
+
+
+def test_every_case_of_weight_updates_is_there_once_and_has_a_test() -> None:
+    cases = {}
+    for line in COMPLAINTS.read_text().splitlines():
+        if named := re.match(r"\| (C\d+) \|", line):
+            assert named[1] not in cases
+            cases[named[1]] = line
+    assert set(cases) == {"C30", "C34", "C35", "C38", "C39", "C40", "C41"}
+    assert [case for case, text in cases.items() if not NAMED.search(text)] == []
 
 
 def test_a_test_that_was_written_for_a_complaint_is_named_in_its_row() -> None:
