@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -75,11 +76,14 @@ class OutsideEngine:
         self._model = model
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
     def start(self) -> None:
         (python,) = sorted(Path.home().glob(".cache/rolloutfleet/engine-*/bin/python"))[-1:]
+        self._scratch = tempfile.TemporaryDirectory(prefix="sglang-")
         environment = {
             **os.environ,
+            "TMPDIR": self._scratch.name,  # killed as it will be, it removes nothing itself
             "PYTHONPATH": str(ROOT / "images/engine-cpu/shim"),
             "SGLANG_USE_CPU_ENGINE": "1",
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
@@ -107,3 +111,5 @@ class OutsideEngine:
             "no process is left in the namespace",
             accept=lambda pids: not pids.strip(),
         )
+        if self._scratch is not None:
+            self._scratch.cleanup()

@@ -1,19 +1,14 @@
-"""Weight updates of real engines under load, by each transport and in each pause mode, and who dies in the middle.
-
-The trainer sends tensors from an iterator that stops after the first bucket until the test lets it go on: so that each
-fault happens at a known moment, with some tensors in the engines and others not.
-"""
+"""Weight updates of real engines under load, by each transport and in each pause mode, who dies in the middle, and what
+becomes of a fleet that is scaled meanwhile."""
 
 from __future__ import annotations
 
 import signal
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
 from e2e import faults
@@ -24,38 +19,26 @@ from e2e.fleets import (
     await_routable,
     engines,
     label_for,
-    label_of,
-    paused,
     rollout_server,
     trainer_pod,
 )
-from e2e.load import PROMPTS, updated_under_load
+from e2e.load import updated_under_load
 from e2e.support import Kubectl, eventually, remove_namespace
-
-SERVER = "upd"
-GREEDY = (
-    f"[[s['response_tokens'] for s in g.model_dump()['samples']] for g in fleet.generate({PROMPTS}, temperature=0.0, \
-max_new_tokens=12, ignore_eos=True, timeout=120)]"
+from e2e.updating import (
+    GREEDY,
+    SENDER,
+    SERVER,
+    Stopped,
+    before_commit,
+    between_buckets,
+    caught_up,
+    in_pause,
+    kill,
+    labels,
+    restored,
+    send,
+    settled,
 )
-
-TENSORS = """
-from safetensors.torch import load_file
-state = load_file('/models/{model}/model.safetensors')
-"""
-STOPPING = """
-import pathlib, time
-def stopping():
-    for number, (name, tensor) in enumerate(state.items()):
-        if number == 3:
-            pathlib.Path('/tmp/stopped').touch()
-            while not pathlib.Path('/tmp/go').exists():
-                time.sleep(0.02)
-        yield name, tensor
-"""
-
-
-SENDER = b"update_weights"
-"""Of the trainer's process that updates, in the lines that it runs."""
 
 
 @pytest.fixture(scope="module")
@@ -95,21 +78,6 @@ def greedy(space: Kubectl) -> dict[str, Any]:
     space("delete", "ros/fresh", "pod/fresh", "--force", "--grace-period=0")
     assert found["m0"] != found["m1"]
     return found
-
-
-def send(model: str, **options: Any) -> tuple[str, str]:
-    """(set-up, expression) that send a model's tensors."""
-    words = ", ".join(f"{name}={value!r}" for name, value in options.items())
-    return TENSORS.format(model=model), f"fleet.update_weights(state, timeout=120, {words})"
-
-
-def send_stopping(model: str, source: str) -> tuple[str, str]:
-    call = f"fleet.update_weights(stopping(), bucket_bytes=1, timeout=120, source={source!r})"
-    return TENSORS.format(model=model) + STOPPING, call
-
-
-def labels(space: Kubectl) -> set[str]:
-    return {label_of(space, engine["pod"]) for engine in engines(space, f"{SERVER}-main")}
 
 
 # It works
@@ -174,99 +142,6 @@ def test_tensors_that_are_no_numbers_are_refused_before_an_engine_is_asked(space
 # Somebody dies in the middle
 
 
-class Stopped:
-    """An update of the trainer that waits after its first tensors."""
-
-    def __init__(
-        self, space: Kubectl, trainer: Trainer, pool: ThreadPoolExecutor, model: str, *, source: str = ""
-    ) -> None:
-        self._space = space
-        self._pod = trainer_uid(space)
-        self._in_trainer("rm", "-f", "/tmp/stopped", "/tmp/go")
-        before, expression = send_stopping(model, source)
-        self.result: Future[Any] = pool.submit(trainer, expression, before=before)
-        eventually(self._waits, 60, "the trainer has sent its first tensors")
-
-    def _waits(self) -> bool:
-        if self.result.done():
-            self.result.result()
-        self._in_trainer("ls", "/tmp/stopped")
-        return True
-
-    def _in_trainer(self, *command: str) -> None:
-        self._space("exec", "trainer", "--container=trainer", "--", *command)
-
-    def go_on(self) -> None:
-        """Needs no API server."""
-        faults.touch(self._pod, "/tmp/go", part=SENDER)
-
-
-def trainer_uid(space: Kubectl) -> str:
-    return str(space.json("get", "pod", "trainer")["metadata"]["uid"])
-
-
-@contextmanager
-def in_pause(
-    space: Kubectl, trainer: Trainer, pool: ThreadPoolExecutor, model: str, waited_for: dict[str, Any]
-) -> Iterator[Future[Any]]:
-    """An update from disk that waits for this engine, whose scheduler has stopped, to flush its cache in the pause."""
-    with faults.stopped(faults.processes(waited_for["podUid"], part=faults.SCHEDULER_PROCESS)):
-        update = pool.submit(trainer, f"fleet.update_weights('/weights/{model}', timeout=120)")
-        eventually(lambda: asked(waited_for, "/ready").status_code == 503, 60, "it has been asked to pause")
-        yield update
-
-
-@contextmanager
-def before_commit(space: Kubectl, trainer: Trainer, pool: ThreadPoolExecutor, model: str) -> Iterator[Future[Any]]:
-    """An update by broadcast that every engine has taken, and that cannot be recorded: the API server has stopped."""
-    label = label_for(space, SERVER, trainer("fleet.weight_version") + 1)
-    found = engines(space, f"{SERVER}-main")
-    update = Stopped(space, trainer, pool, model, source=f"/weights/{model}")
-    with faults.without_api_server():
-        update.go_on()
-        for engine in found:
-            eventually(
-                lambda engine=engine: asked(engine, "/model_info").json()["weight_version"],  # type: ignore[misc]
-                60,
-                f"{engine['pod']} has taken all tensors",
-                accept=lambda seen: seen == label,
-            )
-        yield update.result
-
-
-def asked(engine: dict[str, Any], path: str) -> httpx.Response:
-    """Without the API server."""
-    return httpx.get(f"{engine['url']}{path}", timeout=10.0, trust_env=False)
-
-
-def restored(space: Kubectl, trainer: Trainer, version: int, tokens: Any, *, seconds: float = 120.0) -> None:
-    """The fleet serves one version and nothing stays paused."""
-
-    def look() -> Any:
-        found = engines(space, f"{SERVER}-main")
-        phases = [engine["phase"] for engine in found]
-        return phases, [paused(space, engine["pod"]) for engine in found], labels(space)
-
-    wanted = (["Serving"] * 2, [False] * 2, {label_for(space, SERVER, version)})
-    eventually(look, seconds, f"version {version} serves everywhere", accept=lambda seen: seen == wanted)
-    await_routable(space, SERVER, 2, seconds=30)
-    # An agent that is killed often comes back later each time.
-    eventually(lambda: trainer(GREEDY), 120, "samples are those of its weights", accept=lambda seen: seen == tokens)
-
-
-def settled(space: Kubectl, trainer: Trainer) -> int:
-    """m0 is served from a checkpoint, by both engines."""
-    eventually(
-        lambda: [(engine["phase"], engine["reason"]) for engine in engines(space, f"{SERVER}-main")],
-        START_SECONDS,
-        "both engines can take part in an update",
-        accept=lambda seen: all(one in (("Serving", ""), ("Stale", "AwaitingUpdate")) for one in seen),
-    )
-    version: int = trainer("fleet.update_weights('/weights/m0', timeout=120)")["version"]
-    await_routable(space, SERVER, 2, seconds=60)
-    return version
-
-
 def test_an_engine_that_is_killed_between_two_buckets_comes_back_and_the_other_commits(
     space: Kubectl, trainer: Trainer, greedy: dict[str, Any]
 ) -> None:
@@ -295,118 +170,76 @@ def test_an_engine_that_is_killed_between_two_buckets_comes_back_and_the_other_c
 def test_a_trainer_that_is_killed_between_two_buckets_leaves_the_old_version_serving(
     space: Kubectl, trainer: Trainer, greedy: dict[str, Any]
 ) -> None:
-    version = settled(space, trainer)
-    with ThreadPoolExecutor() as pool:
-        update = Stopped(space, trainer, pool, "m1")
-        faults.send(trainer_uid(space), signal.SIGKILL, part=SENDER)
-        with pytest.raises(TrainerError):
-            update.result.result()
-    restored(space, trainer, version, greedy["m0"])
+    killed = kill(space, trainer, SENDER, between_buckets)
+    with pytest.raises(TrainerError):
+        killed.update.result()
+    restored(space, trainer, killed.version, greedy["m0"])
 
 
 def test_an_agent_that_is_killed_between_two_buckets_leaves_the_old_version_serving_and_the_next_update_works(
     space: Kubectl, trainer: Trainer, greedy: dict[str, Any]
 ) -> None:
-    version = settled(space, trainer)
-    with ThreadPoolExecutor() as pool:
-        update = Stopped(space, trainer, pool, "m1")
-        faults.send(trainer_uid(space), signal.SIGKILL, part=faults.AGENT_PROCESS)
-        update.go_on()
-        with pytest.raises(TrainerError, match="AgentUnreachable"):
-            update.result.result()
-    restored(space, trainer, version, greedy["m0"])
+    killed = kill(space, trainer, faults.AGENT_PROCESS, between_buckets)
+    with pytest.raises(TrainerError, match="AgentUnreachable"):
+        killed.update.result()
+    restored(space, trainer, killed.version, greedy["m0"])
     trainer("fleet.wait_ready(engines=2, timeout=120)", timeout=150)
-    assert trainer("fleet.update_weights('/weights/m1', timeout=120)")["version"] == version + 1
+    assert trainer("fleet.update_weights('/weights/m1', timeout=120)")["version"] == killed.version + 1
     assert trainer(GREEDY) == greedy["m1"]
 
 
 def test_an_engine_that_is_killed_while_it_is_being_paused_catches_up_alone(
     space: Kubectl, trainer: Trainer, greedy: dict[str, Any]
 ) -> None:
-    version = settled(space, trainer)
-    victim = engines(space, f"{SERVER}-main")[1]
-    with ThreadPoolExecutor() as pool, in_pause(space, trainer, pool, "m1", victim) as update:
-        faults.send(victim["podUid"], signal.SIGKILL, part=faults.ENGINE_PROCESS)
-        result = update.result()
-    verdicts = {verdict["pod"]: verdict for verdict in result["engines"]}
-    verdict = verdicts.pop(victim["pod"])
+    killed = kill(space, trainer, faults.ENGINE_PROCESS, in_pause)
+    verdicts = {verdict["pod"]: verdict for verdict in killed.update.result()["engines"]}
+    verdict = verdicts.pop(killed.engine)
     assert (verdict["outcome"], "/flush_cache" in verdict["message"]) == ("Unreachable", True), verdict
     assert [survivor["outcome"] for survivor in verdicts.values()] == ["Committed"]
-    caught_up(space, trainer, version + 1, greedy["m1"])
+    caught_up(space, trainer, killed.version + 1, greedy["m1"])
 
 
 def test_an_engine_that_is_killed_before_the_commit_is_recorded_catches_up_alone(
     space: Kubectl, trainer: Trainer, greedy: dict[str, Any]
 ) -> None:
-    version = settled(space, trainer)
-    victim = engines(space, f"{SERVER}-main")[1]
-    with ThreadPoolExecutor() as pool, before_commit(space, trainer, pool, "m1") as update:
-        faults.send(victim["podUid"], signal.SIGKILL, part=faults.ENGINE_PROCESS)
-    outcomes = {verdict["pod"]: verdict["outcome"] for verdict in update.result()["engines"]}
+    killed = kill(space, trainer, faults.ENGINE_PROCESS, before_commit)
+    outcomes = {verdict["pod"]: verdict["outcome"] for verdict in killed.update.result()["engines"]}
     # It had answered for its weights by then, or had not.
-    assert outcomes.pop(victim["pod"]) in ("Committed", "Unreachable")
+    assert outcomes.pop(killed.engine) in ("Committed", "Unreachable")
     assert list(outcomes.values()) == ["Committed"]
-    caught_up(space, trainer, version + 1, greedy["m1"])
+    caught_up(space, trainer, killed.version + 1, greedy["m1"])
 
 
-def caught_up(space: Kubectl, trainer: Trainer, version: int, tokens: Any) -> None:
-    """The survivor serves the new version, and the other one comes back with it, without another update."""
-    assert trainer("fleet.weight_version") == version
-    assert trainer(GREEDY) == tokens
-    restored(space, trainer, version, tokens, seconds=START_SECONDS)
-
-
-def test_a_trainer_that_is_killed_in_the_pause_does_not_stop_engines_that_read_a_checkpoint(
-    space: Kubectl, trainer: Trainer, greedy: dict[str, Any]
+@pytest.mark.parametrize("moment", [in_pause, before_commit])
+def test_a_trainer_that_is_killed_when_all_has_been_sent_has_updated_its_fleet(
+    space: Kubectl, trainer: Trainer, greedy: dict[str, Any], moment: Any
 ) -> None:
-    version = settled(space, trainer)
-    waited_for = engines(space, f"{SERVER}-main")[1]
-    with ThreadPoolExecutor() as pool:
-        with in_pause(space, trainer, pool, "m1", waited_for) as update:
-            faults.send(trainer_uid(space), signal.SIGKILL, part=SENDER)
-        with pytest.raises(TrainerError):
-            update.result()
-    restored(space, trainer, version + 1, greedy["m1"])
-
-
-def test_a_trainer_that_is_killed_before_the_commit_is_recorded_has_updated_its_fleet(
-    space: Kubectl, trainer: Trainer, greedy: dict[str, Any]
-) -> None:
-    version, pod = settled(space, trainer), trainer_uid(space)
-    with ThreadPoolExecutor() as pool:
-        with before_commit(space, trainer, pool, "m1") as update:
-            faults.send(pod, signal.SIGKILL, part=SENDER)
-        with pytest.raises(TrainerError):
-            update.result()
-    restored(space, trainer, version + 1, greedy["m1"])
+    """In the pause: engines read a checkpoint by themselves."""
+    killed = kill(space, trainer, SENDER, moment)
+    with pytest.raises(TrainerError):
+        killed.update.result()
+    restored(space, trainer, killed.version + 1, greedy["m1"])
 
 
 def test_an_agent_that_is_killed_in_the_pause_leaves_the_old_version_serving(
     space: Kubectl, trainer: Trainer, greedy: dict[str, Any]
 ) -> None:
-    version = settled(space, trainer)
-    waited_for = engines(space, f"{SERVER}-main")[1]
-    with ThreadPoolExecutor() as pool:
-        with in_pause(space, trainer, pool, "m1", waited_for) as update:
-            faults.send(trainer_uid(space), signal.SIGKILL, part=faults.AGENT_PROCESS)
-        with pytest.raises(TrainerError, match="AgentUnreachable"):
-            update.result()
-    restored(space, trainer, version, greedy["m0"])
+    killed = kill(space, trainer, faults.AGENT_PROCESS, in_pause)
+    with pytest.raises(TrainerError, match="AgentUnreachable"):
+        killed.update.result()
+    restored(space, trainer, killed.version, greedy["m0"])
 
 
 def test_an_agent_that_is_killed_before_the_commit_is_recorded_leaves_one_version_serving(
     space: Kubectl, trainer: Trainer, greedy: dict[str, Any]
 ) -> None:
     """What it has sent to the API server, that may still do: one version or the other."""
-    version, pod = settled(space, trainer), trainer_uid(space)
-    with ThreadPoolExecutor() as pool:
-        with before_commit(space, trainer, pool, "m1") as update:
-            faults.send(pod, signal.SIGKILL, part=faults.AGENT_PROCESS)
-        with pytest.raises(TrainerError, match="AgentUnreachable"):
-            update.result()
+    killed = kill(space, trainer, faults.AGENT_PROCESS, before_commit)
+    with pytest.raises(TrainerError, match="AgentUnreachable"):
+        killed.update.result()
     committed = space.json("get", "ros", SERVER)["status"]["training"]["weights"]["version"]
-    assert committed in (version, version + 1)
-    restored(space, trainer, committed, greedy["m1" if committed > version else "m0"])
+    assert committed in (killed.version, killed.version + 1)
+    restored(space, trainer, committed, greedy["m1" if committed > killed.version else "m0"])
 
 
 def test_an_api_server_that_is_away_for_twenty_seconds_in_the_middle_leaves_one_version_serving(
@@ -426,6 +259,68 @@ def test_an_api_server_that_is_away_for_twenty_seconds_in_the_middle_leaves_one_
         restored(space, trainer, version, tokens)
     else:
         assert trainer(GREEDY) == tokens
+
+
+# Engines come and go in the middle
+
+
+def scale(space: Kubectl, replicas: int) -> None:
+    space.apply(rollout_server(SERVER, replicas=replicas, service_accounts=("trainer",)))
+
+
+@pytest.mark.parametrize(
+    ("moment", "far"),
+    [(between_buckets, ("Held",)), (in_pause, ("Pending", "Starting", "Held"))],
+    ids=["between buckets", "in the pause"],
+)
+def test_an_engine_that_is_added_in_the_middle_serves_the_new_version_without_another_update(
+    space: Kubectl, trainer: Trainer, greedy: dict[str, Any], moment: Any, far: tuple[str, ...]
+) -> None:
+    """`far`: how far it has come when the update goes on; a pause does not last as long as its start."""
+    version = settled(space, trainer)
+    with ThreadPoolExecutor() as pool:
+        with moment(space, trainer, pool, "m1") as update:
+            scale(space, 3)
+            eventually(
+                lambda: {engine["index"]: engine["phase"] for engine in engines(space, f"{SERVER}-main")},
+                START_SECONDS,
+                "the third engine is on its way",
+                accept=lambda phases: phases.get(2) in far,
+            )
+        result = update.result()
+    assert result["version"] == version + 1
+    assert [verdict["outcome"] for verdict in result["engines"]] == ["Committed"] * 2
+    await_routable(space, SERVER, 3)
+    assert labels(space) == {label_for(space, SERVER, version + 1)}
+    assert trainer(GREEDY) == greedy["m1"]
+    scale(space, 2)
+    await_routable(space, SERVER, 2, seconds=60)
+
+
+@pytest.mark.parametrize("moment", [between_buckets, in_pause])
+def test_an_engine_that_is_taken_away_in_the_middle_goes_when_the_update_is_through(
+    space: Kubectl, trainer: Trainer, greedy: dict[str, Any], moment: Any
+) -> None:
+    version = settled(space, trainer)
+    with ThreadPoolExecutor() as pool:
+        with moment(space, trainer, pool, "m1") as update:
+            scale(space, 1)
+            eventually(
+                lambda: space.json("get", "sgrp", f"{SERVER}-main")["spec"]["replicas"],
+                20,
+                "the group knows",
+                accept=lambda replicas: replicas == 1,
+            )
+        result = update.result()
+    assert result["version"] == version + 1
+    assert [verdict["outcome"] for verdict in result["engines"]] == ["Committed"] * 2
+    await_routable(space, SERVER, 1, seconds=60)
+    assert trainer(GREEDY) == greedy["m1"]
+    scale(space, 2)
+    await_routable(space, SERVER, 2)
+
+
+# Two at once
 
 
 def test_of_two_agents_one_leads_and_the_other_is_told_who(space: Kubectl, trainer: Trainer) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -24,9 +25,9 @@ from engines import Agent
 from safetensors.torch import load_file
 
 from gpu import bare
-from gpu.machine import ANOTHER_POD, FOLDER, STATE, GpuEngine, make_checkpoints, start, used_bytes
+from gpu.machine import ANOTHER_POD, FOLDER, SCRATCH, STATE, GpuEngine, make_checkpoints, start, used_bytes
 from rolloutfleet.trainer import Fleet, NonFiniteWeights
-from rolloutfleet.trainer.tensors import refuse_non_finite
+from rolloutfleet.trainer.tensors import NumberCheck
 
 BUCKETS = (512 << 20, 2 << 30)
 ROUNDS = 5
@@ -96,7 +97,7 @@ def measured(phase: str, engine: GpuEngine, fleet: Fleet, transport: str, by_han
     for state in weights * 2:
         torch.cuda.synchronize()
         began = time.perf_counter()
-        refuse_non_finite(list(state.items()))
+        NumberCheck().look(list(state.items()))
         looked.append(round(time.perf_counter() - began, 4))
     say(phase, seconds_to_look_for_nan=looked)
     for bucket_bytes in BUCKETS:
@@ -179,11 +180,11 @@ def poison() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         for bad in (float("nan"), float("inf"), float("-inf")):
             tensor = torch.ones(1 << 24, device="cuda:0").to(dtype)
-            refuse_non_finite([("good", tensor)])
+            NumberCheck().look([("good", tensor)])
             tensor[12345] = bad
             found = False
             try:
-                refuse_non_finite([("good", torch.ones(3, device="cuda:0")), ("bad", tensor)])
+                NumberCheck().look([("good", torch.ones(3, device="cuda:0")), ("bad", tensor)])
             except NonFiniteWeights as error:
                 found = str(error).startswith("bad")
             say("poison", dtype=str(dtype), value=str(bad), became=str(tensor[12345].item()), found=found)
@@ -376,6 +377,7 @@ def start_engines() -> None:
 def stop() -> None:
     for name in json.loads(STATE.read_text()):
         GpuEngine.found(name).kill()
+    shutil.rmtree(SCRATCH)
 
 
 PHASES: dict[str, Callable[[], None]] = {

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -28,7 +29,13 @@ class Engine:
         """`gpu`: its number, or `cpu`. `apart`: in PID, IPC and UTS namespaces of its own, /dev/shm shared."""
         self.name, self.port, self.url = name, port, f"http://127.0.0.1:{port}"
         self.log = work / f"engine-{name}.log"
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+        self._scratch = tempfile.TemporaryDirectory(prefix="sglang-")
+        environment = {
+            **os.environ,
+            "TMPDIR": self._scratch.name,
+            "HF_HUB_OFFLINE": "1",
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        }
         if gpu == "cpu":
             shim = str(ROOT / "images/engine-cpu/shim")
             environment |= {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": shim}
@@ -82,6 +89,7 @@ class Engine:
             except ProcessLookupError:
                 continue
         self.process.wait(30)
+        self._scratch.cleanup()
 
     def checksum(self, seconds: float = 60.0) -> str:
         status, answer = call(self.url, "/weights_checker", {"action": "checksum"}, seconds=seconds)

@@ -17,6 +17,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 FOLDER = Path("/dev/shm/rolloutfleet-gpu")
 STATE = FOLDER / "engines.json"
+SCRATCH = FOLDER / "tmp"
+"""What engines leave behind that are killed."""
 SHAPE = {
     "vocab_size": 151936,
     "hidden_size": 1536,
@@ -52,7 +54,9 @@ def make_checkpoints() -> None:
 
 
 def start(name: str, *, gpu: int, flags: list[str], prefix: list[str] | None = None) -> GpuEngine:
+    SCRATCH.mkdir(exist_ok=True)
     environment = {
+        "TMPDIR": str(SCRATCH),
         "CUDA_VISIBLE_DEVICES": str(gpu),
         "PYTHONPATH": os.environ.get("ENGINE_PATH", ""),
         "HF_HUB_OFFLINE": "1",
@@ -120,4 +124,15 @@ class Bare:
             raise RuntimeError(f"{path}: {status} {content[:300]!r}")
 
 
-__all__ = ["ANOTHER_POD", "FOLDER", "STATE", "Bare", "GpuEngine", "Process", "make_checkpoints", "start", "used_bytes"]
+__all__ = [
+    "ANOTHER_POD",
+    "FOLDER",
+    "SCRATCH",
+    "STATE",
+    "Bare",
+    "GpuEngine",
+    "Process",
+    "make_checkpoints",
+    "start",
+    "used_bytes",
+]

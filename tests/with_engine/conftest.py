@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -43,6 +44,7 @@ class Server:
         self._folder, self._models, self._http, self._flags = folder, models, http, flags
         self._model, self._sees = model, sees
         self._process: subprocess.Popen[bytes] | None = None
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self.url = ""
         self.starts = 0
 
@@ -57,8 +59,11 @@ class Server:
             port = free.getsockname()[1]
         books = self._folder / "books"
         books.write_text("[]")
+        # Not below the test's folder: paths of sockets have 107 bytes.
+        self._scratch = tempfile.TemporaryDirectory(prefix="sglang-")
         environment = {
             **os.environ,
+            "TMPDIR": self._scratch.name,  # killed as it will be, it removes nothing itself
             "SGLANG_USE_CPU_ENGINE": "1",
             "PYTHONPATH": str(SHIM),
             "MEMORY_SAVER_BOOKS": str(books),
@@ -93,6 +98,8 @@ class Server:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
+        if self._scratch is not None:
+            self._scratch.cleanup()
 
     async def memory_paused(self) -> frozenset[str]:
         process = self._process

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -78,6 +79,17 @@ class Process:
     def code(self) -> int | None:
         return self._process.poll()
 
+    def members(self) -> list[int]:
+        """It and its children."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if os.getsid(int(process.name)) == self._process.pid:
+                    found.append(int(process.name))
+            except ProcessLookupError:
+                continue
+        return found
+
     def signal(self, number: signal.Signals) -> None:
         try:
             os.killpg(self._process.pid, number)
@@ -136,15 +148,30 @@ class Engine(Process):
 
 
 class CpuEngine(Engine):
-    def __init__(self, checkpoint: Path, *, name: str, logs: Path) -> None:
+    def __init__(self, checkpoint: Path, *, name: str, logs: Path, prefix: Sequence[str] = ()) -> None:
+        """`prefix`: command that runs it."""
+        # Killed, it removes nothing itself. Not below `logs`: paths of sockets have 107 bytes.
+        self._scratch = tempfile.TemporaryDirectory(prefix="sglang-")
         flags = ["--load-format", "auto", "--device", "cpu", "--skip-tokenizer-init", "--max-total-tokens", "8192"]
         super().__init__(
-            [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint), *flags, "--sleep-on-idle"],
+            [
+                *(*prefix, sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint)),
+                *(*flags, "--sleep-on-idle"),
+            ],
             name=name,
             logs=logs,
             SGLANG_USE_CPU_ENGINE="1",
             PYTHONPATH=str(ROOT / "images/engine-cpu/shim"),
+            TMPDIR=self._scratch.name,
         )
+
+    @property
+    def scratch(self) -> Path:
+        return Path(self._scratch.name)
+
+    def kill(self) -> None:
+        super().kill()
+        self._scratch.cleanup()
 
 
 class Agent(Process):
@@ -158,6 +185,7 @@ class Agent(Process):
             "model": str(served),
             "volume": str(folder),
             "checksum": engines[0].checksum(),
+            "router": engines[0].url,  # takes requests as a router does
             "engines": [],
         }
         self.file = folder / f"fleet-{self.port}.json"

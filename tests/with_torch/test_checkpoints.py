@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import subprocess
+import sys
 import tempfile
+import textwrap
 import unittest
 from pathlib import Path
 from unittest import mock
@@ -13,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from rolloutfleet.engine.checkpoint import differences, read_checkpoint
 from rolloutfleet.engine.errors import CheckpointError
-from rolloutfleet.trainer import NonFiniteWeights, prune_checkpoints, save_checkpoint
+from rolloutfleet.trainer import NonFiniteWeights, ZeroWeights, prune_checkpoints, save_checkpoint
 
 
 class Checkpoints(unittest.TestCase):
@@ -45,6 +48,13 @@ class Checkpoints(unittest.TestCase):
                 save_checkpoint(state, self.weights, version=1, base=self.base)
         self.assertEqual(list(self.weights.iterdir()), [])
 
+    def test_weights_that_are_all_zero_are_refused_and_a_matrix_that_is_zero_is_not(self) -> None:
+        blank = {"a.weight": torch.zeros(2, 3), "norm.weight": torch.ones(3)}
+        with self.assertRaisesRegex(ZeroWeights, "all 1 matrices"):
+            save_checkpoint(blank, self.weights, version=1, base=self.base)
+        self.assertEqual(list(self.weights.iterdir()), [])
+        save_checkpoint({**blank, "b.weight": torch.eye(2)}, self.weights, version=1, base=self.base)
+
     def test_a_version_is_never_rewritten(self) -> None:
         path = save_checkpoint(self.state, self.weights, version=1, base=self.base)
         before = (path / "model.safetensors").stat().st_ino
@@ -61,6 +71,39 @@ class Checkpoints(unittest.TestCase):
         with self.assertRaisesRegex(FileNotFoundError, "config.json"):
             save_checkpoint(self.state, self.weights, version=1, base=self.root / "none")
         self.assertEqual(list(self.weights.iterdir()), [])
+
+    def test_a_volume_that_is_full_or_read_only_is_named_and_keeps_nothing(self) -> None:
+        """With room for one checkpoint and a half; in a mount namespace that goes with its process."""
+        story = """
+            import os, subprocess, sys, torch
+            from rolloutfleet.trainer import save_checkpoint
+            folder, base = sys.argv[1:]
+            def save(version):
+                try:
+                    save_checkpoint({"a.weight": torch.ones(1 << 20, 2)}, folder, version=version, base=base)
+                except OSError as error:
+                    print(error.errno, error.filename)
+                print(*os.listdir(folder))
+            save(1)
+            save(2)
+            subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+            save(3)
+        """
+        mounted = f'mount -t tmpfs -o size=12m weights {self.weights} && exec "$@"'
+        python = [sys.executable, "-c", textwrap.dedent(story), str(self.weights), str(self.base)]
+        told = subprocess.run(
+            ["unshare", "--mount", "sh", "-c", mounted, "sh", *python],
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        saved, full, after, read_only, still = told.stdout.splitlines()
+        self.assertEqual([saved, after, still], ["v000001"] * 3)
+        self.assertEqual(full, f"{errno.ENOSPC} {self.weights}/v000002")
+        number, path = read_only.split()
+        self.assertEqual(int(number), errno.EROFS)
+        self.assertTrue(path.startswith(str(self.weights)), path)
 
     def test_of_tied_tensors_those_are_written_that_the_base_has(self) -> None:
         save_file({"embed.weight": torch.ones(2, 2)}, self.base / "model.safetensors")

@@ -16,7 +16,7 @@ from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
 from rolloutfleet.trainer import GroupError, NonFiniteWeights
 from rolloutfleet.trainer.groups import CUMEM, Groups, require_matching_nccl
-from rolloutfleet.trainer.tensors import buckets, refuse_non_finite
+from rolloutfleet.trainer.tensors import NumberCheck, buckets
 
 ENGINE = """
 import sys, torch
@@ -68,15 +68,15 @@ class Buckets(unittest.TestCase):
     def test_one_bad_number_of_any_type_is_found_by_the_name_of_its_tensor(self) -> None:
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn):
             good = torch.ones(1000).to(dtype)
-            refuse_non_finite([("good", good), ("empty", torch.empty(0)), ("whole", torch.arange(3))])
+            NumberCheck().look([("good", good), ("empty", torch.empty(0)), ("whole", torch.arange(3))])
             for bad in (float("nan"), float("inf"), float("-inf")):
                 poisoned = good.clone()
                 poisoned[77] = bad
                 if poisoned[77].float().isfinite():
                     continue  # float8 has no infinity: on a CPU it becomes the greatest number
                 with self.assertRaisesRegex(NonFiniteWeights, "poisoned"):
-                    refuse_non_finite([("good", good), ("poisoned", poisoned)])
-        refuse_non_finite([("great", torch.tensor([1e300], dtype=torch.float64))])
+                    NumberCheck().look([("good", good), ("poisoned", poisoned)])
+        NumberCheck().look([("great", torch.tensor([1e300], dtype=torch.float64))])
 
 
 class Environment(unittest.TestCase):

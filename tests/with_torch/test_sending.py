@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from engines import Agent, CpuEngine, Engine, Process, free_port, model, wait_until
 
-from rolloutfleet.trainer import NonFiniteWeights, Refused
+from rolloutfleet.trainer import NonFiniteWeights, Refused, ZeroWeights
 from stand_ins.agent import FIRST_LABEL
 
 
@@ -116,7 +116,7 @@ class Sending(unittest.TestCase):
             self.assertEqual(rank.code, 0, rank.log.read_text())
         self.assertEqual(self.updated.tokens(), self.fresh.tokens())
 
-    def test_weights_that_are_no_numbers_never_arrive(self) -> None:
+    def test_weights_that_are_no_numbers_or_nothing_but_zeros_never_arrive(self) -> None:
         agent = self.agent(self.updated)
         fleet = agent.connect()
         self.addCleanup(fleet.close)
@@ -129,6 +129,11 @@ class Sending(unittest.TestCase):
             stream = iter(bad.state_dict().items())
             with self.assertRaisesRegex(NonFiniteWeights, r"model\.norm\.weight"):
                 fleet.update_weights(stream, bucket_bytes=1 << 30)
+        blank = {name: torch.zeros_like(tensor) for name, tensor in model(1).state_dict().items()}
+        with self.assertRaises(ZeroWeights):
+            fleet.update_weights(blank)
+        with self.assertRaises(ZeroWeights):
+            fleet.update_weights(iter(blank.items()), bucket_bytes=1 << 30)
         self.assertEqual(agent.training, {}, "nobody was paused")
         self.assertEqual(fleet.weight_version, before)
         self.updated.tokens()

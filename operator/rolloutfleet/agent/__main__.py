@@ -21,6 +21,7 @@ from rolloutfleet.agent.sessions import Sessions
 from rolloutfleet.agent.settings import Settings, load_settings
 from rolloutfleet.agent.store.errors import StoreError
 from rolloutfleet.agent.updates import Updater
+from rolloutfleet.agent.volume import announce
 from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.engine.sglang import EngineClient
@@ -93,6 +94,7 @@ async def run(settings: Settings) -> None:
     tasks += [asyncio.create_task(role.leadership.run()) for role in roles.values()]
     tasks += [asyncio.create_task(role.memory.watch()) for role in roles.values()]
     tasks += [asyncio.create_task(role.sampler.watch()) for role in roles.values()]
+    announcing = [asyncio.create_task(announce(role.fleet)) for role in roles.values()]
     waiting = asyncio.create_task(stop.wait())
     done, _ = await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
 
@@ -103,7 +105,7 @@ async def run(settings: Settings) -> None:
             await role.collections.end()
         except StoreError as error:
             logger.warning("collection of %s: %s", role.fleet.name, error)
-    for task in (waiting, *tasks):
+    for task in (waiting, *tasks, *announcing):
         task.cancel()
     for role in roles.values():
         try:

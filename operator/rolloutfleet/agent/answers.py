@@ -16,10 +16,19 @@ class NotOurs(ValueError):
     """The answer is not signed with a version of this fleet's weights."""
 
 
+class NotFinite(ValueError):
+    """A token whose log probability is no number: SGLang answers null, and goes on with token 0."""
+
+    def __init__(self, message: str, *, versions: frozenset[int]) -> None:
+        super().__init__(message)
+        self.versions = versions
+        """That made the response."""
+
+
 def sample_of(answer: dict[str, Any], asked: Sample, *, fleet: str, keep_meta: Sequence[str] = ()) -> Sample:
     """`asked` with what SGLang answered to its prompt. Fields of meta_info that `keep_meta` names go to train_metadata.
 
-    Raises NotOurs, or another ValueError when that is no usable answer at all.
+    Raises NotOurs, NotFinite, or another ValueError when that is no usable answer at all.
     """
     try:
         return _sample_of(answer, asked, fleet, keep_meta)
@@ -46,6 +55,15 @@ def _sample_of(answer: dict[str, Any], asked: Sample, fleet: str, keep_meta: Seq
             said = span.get("version")
             raise NotOurs(f"not ours: answered by an engine whose weight version is {said!r}, not one of @{fleet}")
         versions.append(VersionSpan(version=label.version, start=int(span["start"]), end=int(span["end"])))
+    first = next((number for number, entry in enumerate(entries) if entry[0] is None), None)
+    if first is not None:
+        made_by = frozenset(span.version for span in versions)
+        raise NotFinite(
+            f"token {first} of the response has a log probability that is no number: the weights of version "
+            f"{max(made_by, default=0)} hold NaN or an infinity, or lead to one; update_weights(path, version=..., "
+            "rollback=True) goes back",
+            versions=made_by,
+        )
     return asked.changed(
         response_tokens=tokens,
         response=answer.get("text") or "",

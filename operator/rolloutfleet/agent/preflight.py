@@ -9,8 +9,10 @@ from pathlib import Path, PurePosixPath
 
 from rolloutfleet.agent.errors import AgentError, conflict, invalid
 from rolloutfleet.agent.membership import Fleet
+from rolloutfleet.agent.volume import unreadable
 from rolloutfleet.api.agent import TensorMeta, UpdateOptions
-from rolloutfleet.engine.checkpoint import Checkpoint, differences, missing, read_checkpoint, unfit
+from rolloutfleet.api.rollout_server import Transport
+from rolloutfleet.engine.checkpoint import Checkpoint, differences, is_quantised, missing, read_checkpoint, unfit
 from rolloutfleet.engine.errors import CheckpointError
 from rolloutfleet.engine.versions import is_delta
 
@@ -18,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 DIFFERENCES_SHOWN = 5
 DIFFERENCES_TOLD = 100
+QUANTISING_FLAGS = ("quantization", "torchao-config")
 MOVING_NAMES = frozenset({"latest", "newest", "current", "last"})
 ONE_FOLDER = "write each version into a folder of its own, named when it is complete, and never change it"
 
@@ -39,6 +42,48 @@ def target_version(fleet: Fleet, options: UpdateOptions) -> int:
     if memory is not None and "weights" in memory.tags:
         raise conflict("WeightsReleased", "the engines' weights are offloaded: onload the tag weights first")
     return target
+
+
+def refuse_layouts(fleet: Fleet, transport: Transport) -> None:
+    """Raises AgentError for engines that cannot take weights this way."""
+    _refuse_quantised_on_load(fleet)
+    if transport not in ("distributed", "tensor"):
+        return
+    for group, engine in fleet.trained_engines():
+        shape = engine.facts or group.spec.engine
+        if shape is not None and shape.pipeline_parallel > 1:
+            raise conflict(
+                "UnsupportedLayout",
+                f"{group.name} has {shape.pipeline_parallel} pipeline stages, and SGLang takes tensors from a "
+                "trainer into one only; update it from disk",
+            )
+        if transport == "tensor" and group.spec.engine is not None and group.spec.engine.nodes > 1:
+            raise conflict(
+                "UnsupportedLayout",
+                f"an engine of {group.name} spans {group.spec.engine.nodes} pods, which share no memory with one "
+                "trainer; use the distributed transport or disk",
+            )
+
+
+def _refuse_quantised_on_load(fleet: Fleet) -> None:
+    """Raises AgentError for engines that make other numbers of a checkpoint while they load it.
+
+    SGLang 0.5.23 transposes such weights and drops their loaders (layers/quantization/fp8.py): loading again raises,
+    and so does its way back to the old weights, which ends the scheduler.
+    """
+    for group in fleet.groups:
+        args = group.spec.engine.args if group.spec.engine is not None else {}
+        flag = next((flag for flag in QUANTISING_FLAGS if flag in args), None)
+        if flag is None or args.get("load-format") == "flash_rl":  # which is made for it
+            continue
+        if flag == "quantization" and is_quantised(Path(fleet.connected().spec.model.path)):
+            continue  # says what the checkpoint says itself
+        raise conflict(
+            "QuantizedOnLoad",
+            f"{group.name} has engine.args.{flag}: {args[flag]}: SGLang quantises while it loads, and cannot load "
+            "again; serve a checkpoint that is quantised (its config.json says how, without this argument), or set "
+            "engine.args.load-format: flash_rl",
+        )
 
 
 def checkpoint_folder(fleet: Fleet, path: str) -> Path:
@@ -76,7 +121,7 @@ def compare_checkpoint(fleet: Fleet, path: Path) -> bool:
             raise conflict("NoLocalCopy", f"path {path}: a delta, which needs spec.weights.localCopy in {fleet.name}")
         new = read_checkpoint(path)
     except (CheckpointError, OSError) as error:
-        raise invalid("BadCheckpoint", f"path {path}: {error}") from error
+        raise unreadable(str(path), error) from error
     reference = served_checkpoint(fleet)
     if reference is None:
         return False

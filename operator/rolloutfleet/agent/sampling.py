@@ -13,11 +13,11 @@ import math
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from rolloutfleet.agent.answers import NotOurs, sample_of
+from rolloutfleet.agent.answers import NotFinite, NotOurs, sample_of
 from rolloutfleet.agent.errors import AgentError, unavailable
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.agent.slots import Slots, Stop
@@ -72,6 +72,8 @@ class Sampler:
         self._committed: list[int] = []
         """Versions in the order in which they were committed, as far as this agent has seen it."""
         self._not_ours = 0
+        self._noise = ""
+        """Weights of which it was told that they make noise."""
         self._slots = Slots()
         self._per_engine = FIRST_PER_ENGINE
         self._open_on: dict[str, int] = {}
@@ -163,6 +165,11 @@ class Sampler:
                 if refused.status in BAD_REQUEST:
                     return ended(SampleStatus.FAILED, str(refused))
                 error = str(refused)
+            except NotFinite as noise:
+                if await self._rightful(noise.versions, asked_at):
+                    await self._tell(noise)
+                    return ended(SampleStatus.FAILED, str(noise))  # all engines have these weights
+                error = str(noise)
             except NotOurs as stranger:
                 error = str(stranger)
                 self._count(stranger)
@@ -171,7 +178,7 @@ class Sampler:
                 if not error or time.monotonic() < deadline:
                     error = str(problem)
             else:
-                if not await self._rightful(part, asked_at):
+                if not await self._rightful({span.version for span in part.weight_versions}, asked_at):
                     error = "sampled by weights that were never committed, or had been replaced before it was asked for"
                 elif part.status is not SampleStatus.ABORTED:
                     sample = stitch(sample, part)
@@ -255,6 +262,12 @@ class Sampler:
         if self._not_ours.bit_count() == 1:
             logger.warning("%s: answer %d that is dropped: %s", self._fleet.name, self._not_ours, stranger)
 
+    async def _tell(self, noise: NotFinite) -> None:
+        """Once for each update: an event on the RolloutServer."""
+        if self._noise != self._fleet.weights_key:
+            self._noise = self._fleet.weights_key
+            await self._fleet.warn_on_server("NonFiniteSamples", str(noise))
+
     def _commits(self) -> int:
         """Where in the history of commits we are."""
         version = self._fleet.committed_version if self._fleet.server else 0
@@ -262,10 +275,9 @@ class Sampler:
             self._committed.append(version)
         return len(self._committed) - 1
 
-    async def _rightful(self, part: Sample, asked_at: int) -> bool:
-        """Whether its tokens are of the weights that were committed when it was asked for, or of later ones. An engine
+    async def _rightful(self, versions: Set[int], asked_at: int) -> bool:
+        """Whether they are those of the weights that were committed when it was asked for, or of later ones. An engine
         that an update has left behind may be routed to until every router knows of it."""
-        versions = {span.version for span in part.weight_versions}
         self._commits()
         if not versions <= {*self._committed[asked_at:]}:
             await self._fleet.refresh()  # committed by another agent, or a moment ago

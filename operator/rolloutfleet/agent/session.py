@@ -21,12 +21,14 @@ from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.agent.preflight import (
     checkpoint_folder,
     compare_checkpoint,
+    refuse_layouts,
     served_checkpoint,
     target_version,
 )
 from rolloutfleet.agent.senders import Senders
 from rolloutfleet.agent.transaction import Step, Transaction
 from rolloutfleet.agent.turns import Turns
+from rolloutfleet.agent.volume import looking
 from rolloutfleet.api.agent import (
     BeginUpdate,
     JoinGroups,
@@ -95,7 +97,8 @@ class Session:
     async def run(self) -> None:
         try:
             await self._fleet.refresh()
-            transaction = self._transaction = self._prepared()
+            path, seconds = self._request.source or "the served checkpoint", self._request.timeout_seconds
+            transaction = self._transaction = await looking(path, self._prepared, seconds=seconds)
             await transaction.begin()
         except BaseException as error:
             self._fail(error)
@@ -121,25 +124,12 @@ class Session:
         """Raises AgentError for what must not begin."""
         request = self._request
         target = target_version(self._fleet, request)
+        refuse_layouts(self._fleet, request.transport)
         if request.source:
             compare_checkpoint(self._fleet, checkpoint_folder(self._fleet, request.source))
         self._senders.reference = served_checkpoint(self._fleet)
         if self._senders.reference is None:
             logger.warning("no checkpoint of %s is mounted here: tensors are not compared", self._fleet.name)
-        for group, engine in self._fleet.trained_engines():
-            shape = engine.facts or group.spec.engine
-            if shape is not None and shape.pipeline_parallel > 1:
-                raise conflict(
-                    "UnsupportedLayout",
-                    f"{group.name} has {shape.pipeline_parallel} pipeline stages, and SGLang takes tensors from a "
-                    "trainer into one only; update it from disk",
-                )
-            if request.transport == "tensor" and group.spec.engine is not None and group.spec.engine.nodes > 1:
-                raise conflict(
-                    "UnsupportedLayout",
-                    f"an engine of {group.name} spans {group.spec.engine.nodes} pods, which share no memory with one "
-                    "trainer; use the distributed transport or disk",
-                )
         return Transaction(
             fleet=self._fleet,
             leadership=self._leadership,

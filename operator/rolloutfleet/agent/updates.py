@@ -6,18 +6,22 @@ The update runs in a task of its own: a trainer that hangs up does not leave a f
 from __future__ import annotations
 
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from rolloutfleet.agent.copies import Copies
 from rolloutfleet.agent.errors import AgentError, conflict, invalid
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.agent.participants import participants_in
-from rolloutfleet.agent.preflight import checkpoint_folder, compare_checkpoint, target_version
+from rolloutfleet.agent.preflight import checkpoint_folder, compare_checkpoint, refuse_layouts, target_version
 from rolloutfleet.agent.transaction import Transaction
+from rolloutfleet.agent.volume import Rights, looking, rights
 from rolloutfleet.api.agent import UpdateResult, UpdateWeights
-from rolloutfleet.engine.errors import CheckpointError
+from rolloutfleet.engine.errors import CheckpointError, EngineUnreachable
 from rolloutfleet.engine.sglang import EngineClient
 from rolloutfleet.engine.versions import Fingerprints
 from rolloutfleet.engine.worker import WorkerClient
@@ -25,6 +29,21 @@ from rolloutfleet.plan.update import Participant
 
 COPY_SHARE = 0.7
 """Of an update's time: what engines need after it is little, and must be left."""
+
+
+Kind: TypeAlias = tuple[str, str]
+"""Group and revision: engines of one run as the same user, on the same mounts."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was seen of a version's folder before anybody stood still."""
+
+    compared: bool
+    """Its tensors are known to be the model's."""
+    found: Fingerprints
+    rights: frozenset[Rights]
+    """Of what not everybody may read."""
 
 
 class Updater:
@@ -45,6 +64,8 @@ class Updater:
         self._worker = worker
         self._committed = Fingerprints({})
         """Of the last version's folder."""
+        self._read_by: defaultdict[Kind, frozenset[Rights]] = defaultdict(frozenset)
+        """Files that engines of this kind have read although not everybody may."""
 
     async def update(self, request: UpdateWeights) -> UpdateResult:
         """Raises AgentError: nothing was paused, or the fleet was resumed and no version was committed."""
@@ -60,9 +81,7 @@ class Updater:
         began = time.monotonic()
         await self._fleet.refresh()
         target = target_version(self._fleet, request)
-        folder = checkpoint_folder(self._fleet, request.path)
-        compared = compare_checkpoint(self._fleet, folder)
-        found = self._as_it_was(folder)
+        checked = await looking(request.path, lambda: self._checked(request.path), seconds=request.timeout_seconds)
         copies = await self._copied(request.path, deadline=began + COPY_SHARE * request.timeout_seconds)
         seconds = {"copy": time.monotonic() - began} if copies is not None else {}
         transaction = Transaction(
@@ -85,22 +104,31 @@ class Updater:
                 await copies.make(transaction.alive())
                 transaction.errors |= copies.errors
             await transaction.pause(admitting=copies is None)
-            await self._load(transaction, request.path, copies, compared=compared)
+            await self._load(transaction, request.path, copies, checked)
             if copies is None:
-                _refuse_what_changed(transaction, found)
+                await _refuse_what_changed(transaction, request.path, checked.found)
         except AgentError as error:  # we do not lead any more
             abandoned = error
         finally:
             # Also when something above was cancelled or is a bug of ours: this resumes the fleet.
             result = await transaction.settle(abandoned=abandoned)
-        self._committed = found
+        self._committed = checked.found
         return result
+
+    def _checked(self, path: str) -> Checked:
+        """Raises AgentError, OSError."""
+        refuse_layouts(self._fleet, "disk")
+        folder = checkpoint_folder(self._fleet, path)
+        compared = compare_checkpoint(self._fleet, folder)
+        found = self._as_it_was(folder)
+        return Checked(compared, found, rights(folder) if found.taken else frozenset())
 
     def _as_it_was(self, folder: Path) -> Fingerprints:
         """Of what engines are about to read; empty where it is not mounted here.
 
-        Raises AgentError if it is the last version's folder and something has changed in it since: an engine that came
-        back meanwhile may have read a mixture. The same folder once more is fine, for example after an onload.
+        Raises OSError, and AgentError if it is the last version's folder and something has changed in it since: an
+        engine that came back meanwhile may have read a mixture. The same folder once more is fine, for example after
+        an onload.
         """
         try:
             if folder in self._committed.taken:
@@ -108,8 +136,6 @@ class Updater:
             return Fingerprints.of([folder] if folder.is_dir() else [])
         except CheckpointError as error:
             raise invalid("MutablePath", f"path {folder}: {error}") from error
-        except OSError as error:
-            raise invalid("BadCheckpoint", f"path {folder}: cannot be read: {error}") from error
 
     async def _copied(self, path: str, *, deadline: float) -> Copies | None:
         """None where engines read the volume themselves. Raises AgentError if no pod has got a copy."""
@@ -126,33 +152,51 @@ class Updater:
         await self._fleet.refresh()
         return copies
 
-    async def _load(self, transaction: Transaction, path: str, copies: Copies | None, *, compared: bool) -> None:
+    async def _load(self, transaction: Transaction, path: str, copies: Copies | None, checked: Checked) -> None:
         clock = time.monotonic()
+        closed = checked.rights if copies is None else frozenset()
 
         async def load(participant: Participant, engine: EngineClient, seconds: float) -> None:
             found = path if copies is None else copies.paths[participant.uid]
-            await engine.update_weights_from_disk(found, label=transaction.label, flush_cache=False, seconds=seconds)
+            try:
+                await engine.update_weights_from_disk(
+                    found, label=transaction.label, flush_cache=False, seconds=seconds
+                )
+            except EngineUnreachable as ended:
+                hint = f"; may its user read the files? There are some of {min(closed)}" if closed else ""
+                raise EngineUnreachable(f"{ended}, while it loaded {found}{hint}") from ended
 
         async def load_and_live(participant: Participant, engine: EngineClient, seconds: float) -> None:
             await load(participant, engine, seconds)
             await engine.checksum(seconds=seconds)
 
         waiting = transaction.alive()
-        if not compared and len(waiting) > 1:
-            # A checkpoint of another shape kills the scheduler seconds later: let it kill one, not all.
-            canary, *waiting = waiting
-            await transaction.everywhere(load_and_live, among=[canary])
+        # A checkpoint of another shape kills the scheduler, and so does a file that it may not read: let it kill one
+        # of a kind, not all.
+        first: dict[Kind, Participant] = {}
+        for kind, number in Counter(map(_kind, waiting)).items():
+            if number > 1 and not (checked.compared and closed <= self._read_by[kind]):
+                first[kind] = next(one for one in waiting if _kind(one) == kind)
+        await transaction.everywhere(load_and_live, among=first.values())
+        for kind, canary in first.items():
             why = transaction.errors.get(canary.uid)
-            if why is not None:
-                transaction.errors |= {one.uid: f"not tried, since {canary.pod} failed: {why}" for one in waiting}
-        await transaction.everywhere(load, among=waiting)
+            if why is None:
+                self._read_by[kind] |= closed
+                continue
+            others = [one for one in waiting if _kind(one) == kind and one is not canary]
+            transaction.errors |= {one.uid: f"not tried, since {canary.pod} failed: {why}" for one in others}
+        await transaction.everywhere(load, among=[one for one in waiting if one not in first.values()])
         transaction.seconds["load"] = time.monotonic() - clock
 
 
-def _refuse_what_changed(transaction: Transaction, unchanged: Fingerprints) -> None:
+def _kind(participant: Participant) -> Kind:
+    return participant.group, participant.revision
+
+
+async def _refuse_what_changed(transaction: Transaction, path: str, unchanged: Fingerprints) -> None:
     try:
-        unchanged.require_same(*unchanged.taken)
-    except (CheckpointError, OSError) as error:
+        await looking(path, lambda: unchanged.require_same(*unchanged.taken), seconds=transaction.left)
+    except (CheckpointError, AgentError) as error:
         transaction.errors |= {participant.uid: str(error) for participant in transaction.alive()}
 
 

@@ -101,6 +101,14 @@ def _ties_output_head(config: Path) -> bool:
         raise CheckpointError(f"{config}: not a model's configuration: {error}") from error
 
 
+def is_quantised(path: Path) -> bool:
+    """config.json is there and says that the tensors are quantised, and how. Raises OSError."""
+    try:
+        return bool(json.loads((path / CONFIG).read_text()).get("quantization_config"))
+    except (FileNotFoundError, NotADirectoryError, ValueError, AttributeError):
+        return False
+
+
 def tensors_in(file: Path) -> dict[str, TensorInFile]:
     """What the header of a safetensors file says, in the order of the data. Raises CheckpointError, OSError."""
     size = file.stat().st_size

@@ -22,6 +22,8 @@ ENCODE_SECONDS = 15.0
 INFO_SECONDS = 10.0
 CONTROL_SECONDS = 60.0
 CHECKSUM_SECONDS = 30.0
+NO_CHECKPOINT = "Failed to get weights iterator"
+"""SGLang's words (0.5.23) for a folder that is not there, or in which it finds no file; the old weights are whole."""
 """48 ms for 3.55 GB on an H100; longer than this only a scheduler takes that is stuck."""
 LOAD_SECONDS = 1800.0
 
@@ -171,9 +173,20 @@ class EngineClient(HttpPeer):
     async def update_weights_from_disk(
         self, path: str, *, label: str, flush_cache: bool = True, seconds: float = LOAD_SECONDS
     ) -> None:
-        """Load a checkpoint that the engine sees at `path`. A checkpoint of another shape kills the scheduler."""
+        """Load a checkpoint that the engine sees at `path`. A checkpoint of another shape kills the scheduler, and so
+        does a file that it may not read."""
         body = {"model_path": path, "weight_version": label, "flush_cache": flush_cache}
-        await self._sure("/update_weights_from_disk", body, seconds)
+        try:
+            await self._sure("/update_weights_from_disk", body, seconds)
+        except EngineRefused as refused:
+            if NO_CHECKPOINT not in str(refused):
+                raise
+            # A folder that is not there SGLang looks for on the network, by that name: its words mislead.
+            raise EngineRefused(
+                f"{self.url}: sees no checkpoint at {path}: is the volume mounted in its pod, is the folder there, and "
+                f"may the user that it runs as read it? ({refused})",
+                status=refused.status,
+            ) from refused
 
     async def begin_weight_update(self) -> None:
         """Tensors are about to come. A server that knows no such session (before 0.5.17) answers 404: it needs none.

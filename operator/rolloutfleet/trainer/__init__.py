@@ -39,7 +39,7 @@ from rolloutfleet.trainer.checkpoints import prune_checkpoints, save_checkpoint
 from rolloutfleet.trainer.client import Fleet, connect
 from rolloutfleet.trainer.collecting import SampleCollection, StepBatch
 from rolloutfleet.trainer.deltas import DeltaWriter, SavedVersion
-from rolloutfleet.trainer.errors import AgentUnreachable, FleetError, NonFiniteWeights, NotReady, Refused
+from rolloutfleet.trainer.errors import AgentUnreachable, FleetError, NonFiniteWeights, NotReady, Refused, ZeroWeights
 from rolloutfleet.trainer.groups import GroupError
 from rolloutfleet.trainer.progress import progress_line
 from rolloutfleet.trainer.saved_batches import load_batch, save_batch, saved_steps
@@ -67,6 +67,7 @@ __all__ = [
     "StepBatch",
     "UpdateResult",
     "VersionSpan",
+    "ZeroWeights",
     "connect",
     "gather",
     "load_batch",

@@ -43,8 +43,8 @@ def save_checkpoint(
 
     Floating tensors are written as `dtype` (default: each as it is). Names must be the served model's. The folder
     appears by one rename when all is on disk. Of tied tensors those are written that the base has. Raises
-    NonFiniteWeights naming a tensor, FileExistsError for a version that exists, FileNotFoundError for a base without
-    config.json, and other OSErrors with errno and path.
+    NonFiniteWeights naming a tensor, ZeroWeights, FileExistsError for a version that exists, FileNotFoundError for a
+    base without config.json, and other OSErrors with errno and path.
     """
     tensors = dict(on_host(model, dtype, in_base=names_of(base)))
     with new_version(folder, version) as (target, partial):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from rolloutfleet.trainer.tensors import Tensors, held_here, refuse_non_finite, resident, stream
+from rolloutfleet.trainer.tensors import NumberCheck, Tensors, held_here, resident, stream
 
 if TYPE_CHECKING:
     import torch
@@ -50,14 +50,16 @@ def on_host(
 ) -> Iterator[tuple[str, HostTensor]]:
     """Copies, floating ones as `dtype` if that is given; of tied ones in a module or mapping those that the base has.
 
-    A DTensor is gathered, which is a collective call. Raises NonFiniteWeights naming a tensor, and ValueError for a
-    type that no checkpoint has.
+    A DTensor is gathered, which is a collective call. Raises NonFiniteWeights naming a tensor, ZeroWeights at the
+    end, and ValueError for a type that no checkpoint has.
     """
     state = resident(tensors)
     named = _without_ties(state, in_base) if state is not None else cast("Iterable[tuple[str, torch.Tensor]]", tensors)
+    numbers = NumberCheck()
     for name, tensor in stream(named, dtype):
-        refuse_non_finite([(name, tensor)])
+        numbers.look([(name, tensor)])
         yield name, _copied(name, tensor)
+    numbers.end()
 
 
 def _without_ties(state: Mapping[str, torch.Tensor], in_base: frozenset[str]) -> Iterator[tuple[str, torch.Tensor]]:

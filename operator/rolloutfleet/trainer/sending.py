@@ -38,10 +38,10 @@ from rolloutfleet.trainer.groups import Backend, Groups, require_matching_nccl
 from rolloutfleet.trainer.shared_memory import collect, payloads
 from rolloutfleet.trainer.tensors import (
     Bucket,
+    NumberCheck,
     Tensors,
     buckets,
     described,
-    refuse_non_finite,
     resident,
     sharded,
     stream,
@@ -139,8 +139,8 @@ class Senders:
 def send(
     agent: Agent, kept: Senders, tensors: Tensors, options: dict[str, Any], sending: SendingOptions
 ) -> UpdateResult:
-    """Raises Refused, NonFiniteWeights, GroupError, ValueError: the old version still serves then, as far as engines
-    still hold it."""
+    """Raises Refused, NonFiniteWeights, ZeroWeights, GroupError, ValueError: the old version still serves then, as far
+    as engines still hold it."""
     state = resident(tensors)
     dtype = sending.get("dtype")
     named: Iterable[tuple[str, torch.Tensor]] = state.items() if state is not None else tensors  # type: ignore[assignment]
@@ -148,7 +148,10 @@ def send(
     gathers = state is not None and sharded(state)
     try:
         if state is not None:
-            refuse_non_finite(list(state.items()))
+            numbers = NumberCheck()
+            numbers.look(list(state.items()))
+            if not gathers:  # of shards this process may hold none but empty ones
+                numbers.end()
         return _Update(agent, kept, options, sending).run(state, whole)
     finally:
         if gathers:

@@ -6,12 +6,13 @@ at a multiple of its own (SGLang's FlattenedTensorBucket reads them as views and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from rolloutfleet.api.agent import TensorMeta
-from rolloutfleet.trainer.errors import NonFiniteWeights
+from rolloutfleet.trainer.errors import NonFiniteWeights, ZeroWeights
 
 if TYPE_CHECKING:
     import torch
@@ -59,34 +60,55 @@ def stream(
 
 def buckets(whole: Iterable[tuple[str, torch.Tensor]], limit_bytes: int, *, check: bool) -> Iterator[Bucket]:
     """Of at most `limit_bytes`, but for a tensor that is larger alone. With `check` raises NonFiniteWeights before a
-    bucket is given out."""
+    bucket is given out, and ZeroWeights before the last one is."""
+    numbers = NumberCheck()
     waiting: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in whole:
         if waiting and size + tensor.nbytes > limit_bytes:
-            yield _bucket(waiting, check=check)
+            if check:
+                numbers.look(waiting)
+            yield _bucket(waiting)
             waiting, size = [], 0
         waiting.append((name, tensor))
         size += tensor.nbytes
+    if check:
+        numbers.look(waiting)
+        numbers.end()
     if waiting:
-        yield _bucket(waiting, check=check)
+        yield _bucket(waiting)
 
 
-def refuse_non_finite(named: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Raises NonFiniteWeights naming a tensor. One pass over each, and one wait for a device and type."""
-    import torch
+class NumberCheck:
+    """Of all tensors of an update, in parts."""
 
-    alike: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
-    for name, tensor in named:
-        local = held_here(tensor).detach()
-        if local.is_floating_point() and local.numel():
-            comparable = local if local.element_size() > 1 else local.bfloat16()  # float8 has no order in torch
-            alike.setdefault((comparable.device, comparable.dtype), []).append((name, comparable))
-    for (device, _), group in alike.items():
-        finite = torch.isfinite(_greatest(device, [tensor for _, tensor in group])).tolist()
-        for (name, _), fine in zip(group, finite, strict=True):
-            if not fine:
-                raise NonFiniteWeights(f"{name}: holds NaN or an infinity")
+    def __init__(self) -> None:
+        self._matrices = 0
+        self._zeros = 0
+
+    def look(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Raises NonFiniteWeights naming a tensor. One pass over each, and one wait for a device and type."""
+        alike: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Tensor]]] = {}
+        for name, tensor in named:
+            local = held_here(tensor).detach()
+            self._matrices += local.dim() > 1
+            if local.is_floating_point() and local.numel():
+                comparable = local if local.element_size() > 1 else local.bfloat16()  # float8 has no order in torch
+                alike.setdefault((comparable.device, comparable.dtype), []).append((name, comparable))
+        for (device, _), group in alike.items():
+            greatest: list[float] = _greatest(device, [tensor for _, tensor in group]).tolist()
+            for (name, tensor), value in zip(group, greatest, strict=True):
+                if not math.isfinite(value):
+                    raise NonFiniteWeights(f"{name}: holds NaN or an infinity")
+                self._zeros += tensor.dim() > 1 and value == 0.0
+
+    def end(self) -> None:
+        """That was all. Raises ZeroWeights: single matrices may be zero, all of them are a mistake."""
+        if self._matrices and self._zeros == self._matrices:
+            raise ZeroWeights(
+                f"all {self._matrices} matrices hold nothing but zeros: were they gathered, and loaded or initialised, "
+                "before they were sent?"
+            )
 
 
 def _greatest(device: torch.device, tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -105,11 +127,9 @@ def held_here(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def _bucket(named: Sequence[tuple[str, torch.Tensor]], *, check: bool) -> Bucket:
+def _bucket(named: Sequence[tuple[str, torch.Tensor]]) -> Bucket:
     import torch
 
-    if check:
-        refuse_non_finite(named)
     ordered = sorted(named, key=lambda item: -item[1].element_size())
     parts = [tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in ordered]
     return Bucket(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rolloutfleet.agent.answers import sample_of
+from rolloutfleet.agent.answers import NotFinite, sample_of
 from rolloutfleet.api.agent import Generate
 from rolloutfleet.api.samples import PrefixCacheInfo, Sample, SpecInfo, Timings, VersionSpan
 from unit.agent.world import ABORT, FLEET, answer, signed
@@ -43,6 +43,15 @@ def test_a_response_that_an_update_interrupted_tells_which_tokens_are_whose() ->
 def test_an_engine_without_a_version_of_ours_is_not_believed(version: Any) -> None:
     with pytest.raises(ValueError, match="whose weight version is"):
         sample_of(answer([1], version=version), ASKED, fleet=FLEET)
+
+
+def test_a_log_probability_that_is_no_number_is_said_of_the_weights() -> None:
+    """SGLang 0.5.23 with a NaN or an infinity in one tensor: null for each token, and token 0."""
+    told = answer([0, 0], version=signed(7))
+    for entry in told["meta_info"]["output_token_logprobs"]:
+        entry[0] = None
+    with pytest.raises(NotFinite, match=r"token 0 of the response .* the weights of version 7 hold NaN"):
+        sample_of(told, ASKED, fleet=FLEET)
 
 
 @pytest.mark.parametrize("body", [{}, {"meta_info": None}, {"meta_info": {"finish_reason": None}}])

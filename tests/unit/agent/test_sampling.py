@@ -211,6 +211,33 @@ def test_an_engine_that_does_not_answer_is_given_up_with_the_request(tmp_path: P
     assert "no answer in" in sample.error
 
 
+def test_a_sample_of_weights_that_make_noise_fails_at_once_and_the_server_is_told_once(
+    tmp_path: Path, quick: None
+) -> None:
+    noise = answer([0], version=signed(0))
+    noise["meta_info"]["output_token_logprobs"] = [[None, 0, None]]
+
+    async def scenario() -> None:
+        async with fleet_on_loopback(tmp_path, 1) as world, StandIn.always(200, noise) as router:
+            sampler = await with_router(world, router)
+            answered = await sampler.generate(request([[1], [2]]))
+            samples = [group.samples[0] for group in answered.groups]
+            assert [(sample.status, sample.attempts) for sample in samples] == [("failed", 1)] * 2
+            (event,) = world.cluster.events
+            assert (event["type"], event["reason"]) == ("Warning", "NonFiniteSamples")
+            assert "weights of version 0 hold NaN" in event["note"]
+            assert "rollback=True" in event["note"]
+
+    asyncio.run(scenario())
+
+
+def test_noise_of_a_version_that_was_never_committed_is_tried_again(tmp_path: Path, quick: None) -> None:
+    noise = answer([0], version=signed(2))
+    noise["meta_info"]["output_token_logprobs"] = [[None, 0, None]]
+    ((sample,),) = sampled(tmp_path, StandIn(in_turn((200, noise), (200, answer([7])))), request([[1]]))
+    assert (sample.response_tokens, sample.attempts) == ([7], 2)
+
+
 # Which weights
 
 

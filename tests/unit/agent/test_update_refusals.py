@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from rolloutfleet.api.agent import UpdateWeights
+from rolloutfleet.api.agent import BeginUpdate, UpdateWeights
 from unit.agent.copies import write_deltas
-from unit.agent.world import World, play, refused_update, signed, wanted, write_checkpoint
+from unit.agent.world import World, play, refused, refused_update, signed, wanted, write_checkpoint
+
+BEGIN = BeginUpdate(id="step0001", transport="distributed", backend="gloo")
 
 
 @pytest.mark.parametrize("version", [3, 2])
@@ -143,6 +145,29 @@ def test_frozen_weights_are_refused(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
+@pytest.mark.parametrize("args", [{"quantization": "fp8"}, {"torchao-config": "int4wo-128"}])
+def test_engines_that_quantise_what_they_load_are_refused_by_name(tmp_path: Path, args: dict[str, str]) -> None:
+    async def story(world: World) -> None:
+        world.change_group(engine={"image": "engine:1", "args": args})
+        for error in (await refused_update(world, wanted(world)), await refused(world.sessions.begin(BEGIN))):
+            assert (error.code, error.status) == ("QuantizedOnLoad", 409)
+            assert f"qwen-main has engine.args.{next(iter(args))}" in error.message
+        assert world.untouched
+        world.change_group(engine={"image": "engine:1", "args": {**args, "load-format": "flash_rl"}})
+        assert (await world.updater.update(wanted(world))).committed
+
+    play(tmp_path, story)
+
+
+def test_engines_that_are_told_what_a_quantised_checkpoint_says_itself_are_updated(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        world.change_group(engine={"image": "engine:1", "args": {"quantization": "fp8"}})
+        (tmp_path / "m0" / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+        assert (await world.updater.update(wanted(world))).committed
+
+    play(tmp_path, story)
+
+
 def test_a_server_without_a_weights_volume_is_refused(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         world.change_server(weights=None)
@@ -164,8 +189,8 @@ def test_weights_that_are_offloaded_cannot_be_updated(tmp_path: Path) -> None:
 def test_an_agent_that_does_not_lead_is_refused(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         world.lose_the_lease()
-        error = await refused_update(world, wanted(world))
-        assert (error.code, error.status) == ("NotLeading", 409)
+        for error in (await refused_update(world, wanted(world)), await refused(world.sessions.begin(BEGIN))):
+            assert (error.code, error.status) == ("NotLeading", 409)
         assert world.untouched
 
     play(tmp_path, story)

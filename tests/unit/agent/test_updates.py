@@ -312,6 +312,35 @@ def test_a_checkpoint_that_could_not_be_compared_kills_one_engine_and_not_all(tm
     play(tmp_path, story)
 
 
+def test_files_that_not_everybody_may_read_kill_one_engine_and_not_all(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        (world.volume / "w1" / "model.safetensors").chmod(0o640)
+        for engine in world.engines:
+            engine.breaks_at = "update_weights_from_disk"
+        assert (await refused_update(world, wanted(world))).code == "UpdateFailed"
+        assert [engine.dead for engine in world.engines] == [True, False, False]
+        assert world.training.weights is not None
+        told = world.training.weights.engines[0].message
+        assert f"while it loaded {world.volume / 'w1'}; may its user read the files?" in told
+        assert "some of mode 640 of user" in told
+
+    play(tmp_path, story)
+
+
+def test_once_engines_have_read_such_files_all_load_at_once(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        loading = asyncio.Barrier(3)
+        for name in ("w1", "w2"):
+            if name == "w2":
+                write_checkpoint(world.volume / name, [2, 3])
+                for engine in world.engines:
+                    engine.before["update_weights_from_disk"] = loading.wait  # type: ignore[assignment]
+            (world.volume / name / "model.safetensors").chmod(0o640)
+            assert (await world.updater.update(wanted(world, name))).committed
+
+    play(tmp_path, story)
+
+
 # Which engines take part
 
 

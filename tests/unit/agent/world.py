@@ -213,6 +213,11 @@ class World:
         body["status"]["engines"][index] |= status
         self.cluster.put("servergroups", body)
 
+    def change_group(self, **spec: Any) -> None:
+        body = self.cluster.seen("servergroups", "qwen-main")
+        body["spec"] |= spec
+        self.cluster.put("servergroups", body)
+
     @property
     def training(self) -> TrainingStatus:
         return TrainingStatus.model_validate(self.cluster.seen("rolloutservers", "qwen")["status"].get("training", {}))

@@ -188,6 +188,16 @@ def test_an_update_that_does_not_say_success_is_a_refusal(answer: dict[str, Any]
         ask_engine(StandIn.always(200, answer), lambda e: e.update_weights_from_disk("/weights/7", label="7@5e1f0a27"))
 
 
+def test_that_an_engine_sees_no_checkpoint_is_said_before_what_sglang_makes_of_it() -> None:
+    """In the words of 0.5.23, which looks on the network for a folder that it does not find."""
+    said = "Failed to get weights iterator: [Errno -2] Name or service not known."
+    stand_in = StandIn.always(400, {"success": False, "message": said})
+    with pytest.raises(EngineRefused, match="sees no checkpoint at /weights/7: is the volume mounted") as refusal:
+        ask_engine(stand_in, lambda e: e.update_weights_from_disk("/weights/7", label="7@5e1f0a27"))
+    assert said in str(refusal.value)
+    assert refusal.value.status == 400
+
+
 @pytest.mark.parametrize(
     ("call", "path", "body"),
     [

@@ -169,6 +169,19 @@ def test_scaling_waits_while_the_trainer_updates() -> None:
     assert len(world.pods) == 1
 
 
+def test_an_engine_that_is_added_while_the_trainer_updates_starts_and_is_routed_at_the_committed_version() -> None:
+    world = serving(2)
+    world.begin_update(1)
+    world.spec()["replicas"] = 4
+    steps(world, 8)
+    assert len(world.pods) == 4
+    assert len(world.listed()) == 2, "with the weights that it was started with it is nobody's"
+    world.commit(1, "/weights/v1", "sum-1")
+    world.settle()
+    assert len(world.listed()) == 4
+    assert set(world.weights.values()) == {(world.label(1), "sum-1")}
+
+
 @pytest.mark.parametrize(
     ("rolling", "least"),
     [
