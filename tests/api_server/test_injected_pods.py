@@ -31,7 +31,7 @@ def trainer(**container: Any) -> dict[str, Any]:
             "generateName": "train-",
             "annotations": {"rolloutfleet.dev/rollout-servers": "actor=base,reward=rm"},
         },
-        "spec": {"containers": [only], "securityContext": RESTRICTED},
+        "spec": {"serviceAccountName": "trainer", "containers": [only], "securityContext": RESTRICTED},
     }
 
 

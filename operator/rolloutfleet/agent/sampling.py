@@ -208,7 +208,7 @@ class Sampler:
         if "min_new_tokens" in params:
             params["min_new_tokens"] = max(asking.params.min_new_tokens - done, 0)
         payload = {
-            # Fresh and of one length: SGLang aborts by prefix, and refuses an id that still runs.
+            # Fresh and of one length: its scheduler aborts by prefix, and SGLang refuses an id that still runs.
             "rid": asking.stop.prefix + uuid.uuid4().hex[:20],
             "input_ids": sample.tokens,
             "sampling_params": params | {"max_new_tokens": asking.params.max_new_tokens - done},
@@ -252,8 +252,12 @@ class Sampler:
         """Make engines end all requests that `stop` concerns, until `ended` is done: those that were on their way when
         it was said come late."""
         while not ended.done():
-            engines = [self._engine(url) for url in self._fleet.trained_urls()]
-            await asyncio.gather(*(engine.abort(stop.prefix) for engine in engines), return_exceptions=True)
+            told = [
+                self._engine(engine.url).abort(stop.prefix, paired=group.spec.role in ("Prefill", "Decode"))
+                for group, engine in self._fleet.trained_engines()
+                if engine.url
+            ]
+            await asyncio.gather(*told, return_exceptions=True)
             await asyncio.wait([ended], timeout=ABORT_AGAIN_SECONDS)
 
     def _count(self, stranger: NotOurs) -> None:

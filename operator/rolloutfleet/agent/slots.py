@@ -13,7 +13,7 @@ class Stop:
     def __init__(self) -> None:
         self.said = False
         self.prefix = uuid.uuid4().hex[:12]
-        """Of the ids of all requests that it concerns: SGLang aborts by prefix."""
+        """Of the ids of all requests that it concerns, by which engines end them."""
         self._waiting: set[asyncio.Future[bool]] = set()
 
     def say(self) -> None:

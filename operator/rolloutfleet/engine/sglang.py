@@ -6,6 +6,7 @@ is the caller's knowledge (a second release or resume of memory may kill SGLang'
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -26,6 +27,10 @@ NO_CHECKPOINT = "Failed to get weights iterator"
 """SGLang's words (0.5.23) for a folder that is not there, or in which it finds no file; the old weights are whole."""
 """48 ms for 3.55 GB on an H100; longer than this only a scheduler takes that is stuck."""
 LOAD_SECONDS = 1800.0
+MARKER_TOKENS = 16
+FIRST_ABORT_SECONDS = 0.005
+NO_PEER = "2.2.2.2"
+"""SGLang's FAKE_BOOTSTRAP_HOST."""
 
 PauseMode = Literal["abort", "retract", "in_place"]
 _ROLES = {"null": "Regular", "prefill": "Prefill", "decode": "Decode"}
@@ -158,11 +163,31 @@ class EngineClient(HttpPeer):
     async def abort_all(self, *, seconds: float = CONTROL_SECONDS) -> None:
         await self._call("POST", "/abort_request", seconds=seconds, body={"abort_all": True})
 
-    async def abort(self, prefix: str, *, seconds: float = FLAG_SECONDS) -> None:
-        """Requests whose id begins so end with finish reason abort and the tokens that they have."""
+    async def abort(self, prefix: str, *, paired: bool = False, seconds: float = FLAG_SECONDS) -> None:
+        """Requests whose id begins so end with finish reason abort and the tokens that they have. To be repeated until
+        they have: one that is on its way comes late, and a busy engine may miss the word.
+
+        SGLang's scheduler aborts by prefix, but (0.5.23) its HTTP process passes on no id that it does not know. So it
+        is given a request of a few tokens whose id is the prefix, and told to abort that one. `paired`: of a prefill or
+        a decode engine, which takes it as its own check of health, without a peer.
+        """
         if not prefix:
             raise ValueError("prefix: empty, which SGLang ignores")
-        await self._call("POST", "/abort_request", seconds=seconds, body={"rid": prefix})
+        sampling = {"max_new_tokens": MARKER_TOKENS, "ignore_eos": True}
+        known: dict[str, Any] = {"rid": prefix, "input_ids": [0], "sampling_params": sampling}
+        if paired:
+            known |= {"bootstrap_host": NO_PEER, "bootstrap_room": 0}
+        marker = asyncio.ensure_future(self.generate(known, seconds=seconds))
+        try:
+            pause = FIRST_ABORT_SECONDS
+            while not marker.done():  # bounded by its time-out; once is enough where it arrives after the marker
+                await self._call("POST", "/abort_request", seconds=seconds, body={"rid": prefix})
+                await asyncio.wait([marker], timeout=pause)
+                pause *= 2
+            marker.result()
+        finally:
+            marker.cancel()
+            await asyncio.gather(marker, return_exceptions=True)
 
     async def flush_cache(self, *, wait_seconds: int = 0) -> None:
         """Drop the KV cache. Refused (400) unless idle; with `wait_seconds` the engine waits for idleness that long.

@@ -23,6 +23,8 @@ from rolloutfleet.trainer.collecting import StepBatch, _read
 from unit.agent.world import LIMIT, World, answer, fleet_on_loopback, signed
 from unit.engine.stand_in import Answer, Asked, StandIn
 
+MARKER_SECONDS = 0.5
+RID_LENGTH = 32
 BEGAN = "2026-11-28T00:00:00Z"
 
 
@@ -36,8 +38,9 @@ class Engines:
         self.tokens_when_held = 1
         self.requests: list[dict[str, Any]] = []
         self.open: dict[str, asyncio.Event] = {}
+        self.markers: dict[str, asyncio.Event] = {}
+        """Requests whose id is a prefix of others."""
         self.most_open = 0
-        self.aborted: list[str] = []
         self.answers: Callable[[dict[str, Any]], Awaitable[Answer]] | None = None
         self.router = StandIn(self.answer)
 
@@ -62,10 +65,19 @@ class Engines:
         tokens = [first + 1 + n for n in range(min(count, body["sampling_params"]["max_new_tokens"]))]
         return answer(tokens, version=signed(self.version), kind=kind)
 
-    def abort(self, prefix: str) -> None:
-        self.aborted.append(prefix)
-        for rid, event in self.open.items():
-            if rid.startswith(prefix):
+    async def marked(self, body: dict[str, Any]) -> Answer:
+        """A request that is there to be aborted, and ends soon if nobody does."""
+        abort = self.markers[body["rid"]] = asyncio.Event()
+        await heard(abort, MARKER_SECONDS)
+        del self.markers[body["rid"]]
+        return 200, answer([7], kind="abort" if abort.is_set() else "length")
+
+    def abort(self, rid: str) -> None:
+        """As SGLang: nothing for an id that is not known, else all that begin with it."""
+        if rid not in self.open.keys() | self.markers.keys():
+            return
+        for known, event in [*self.open.items(), *self.markers.items()]:
+            if known.startswith(rid):
                 event.set()
 
 
@@ -179,6 +191,8 @@ async def collecting(tmp_path: Path, seconds: float = LIMIT) -> AsyncIterator[Co
                 return 200, {}
             if asked.path.startswith("/v1/loads"):
                 return 200, {"loads": [{"num_running_reqs": len(engines.open), "num_waiting_reqs": 0}]}
+            if asked.path == "/generate" and len(asked.body["rid"]) < RID_LENGTH:
+                return await engines.marked(asked.body)
             if asked.path == "/generate":
                 return await engines.answer(asked)
             return await obey(asked)

@@ -89,6 +89,45 @@ def test_a_long_reason_is_cut() -> None:
     assert len(str(refusal.value)) < 600
 
 
+# What SGLang does not do as it is asked to
+
+
+@pytest.mark.parametrize(("paired", "peer"), [(False, {}), (True, {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0})])
+def test_requests_are_aborted_by_prefix_although_only_a_known_id_is_passed_on(
+    paired: bool, peer: dict[str, Any]
+) -> None:
+    running = {"ab-1": asyncio.Event(), "ab-2": asyncio.Event(), "other": asyncio.Event()}
+
+    async def answering(asked: Asked) -> Answer:
+        """As SGLang 0.5.23; the request that makes the prefix known arrives after the first word."""
+        if asked.path == "/generate":
+            await asyncio.sleep(0.05)
+            own = running[asked.body["rid"]] = asyncio.Event()
+            await own.wait()
+            return 200, {}
+        if asked.body["rid"] in running:
+            for rid, end in running.items():
+                if rid.startswith(asked.body["rid"]):
+                    end.set()
+        return 200, {}
+
+    stand_in = StandIn(answering)
+    ask_engine(stand_in, lambda engine: engine.abort("ab", paired=paired))
+    assert {rid for rid, end in running.items() if end.is_set()} == {"ab", "ab-1", "ab-2"}
+    (marker,) = [asked.body for asked in stand_in.asked if asked.path == "/generate"]
+    assert marker == {
+        "rid": "ab",
+        "input_ids": [0],
+        "sampling_params": {"max_new_tokens": 16, "ignore_eos": True},
+        **peer,
+    }
+
+
+def test_an_engine_that_is_gone_cannot_be_told_to_abort() -> None:
+    with pytest.raises(EngineRefused):
+        ask_engine(StandIn.always(503, "gone"), lambda engine: engine.abort("ab"))
+
+
 def test_a_refused_connection_is_unreachable() -> None:
     async def scenario() -> None:
         with socket.socket() as bound:  # bound and not listening: nobody else gets the port, and nobody answers
