@@ -8,6 +8,7 @@ never committed, that each sample is delivered once, and that one bad prompt cos
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -251,14 +252,17 @@ class Sampler:
     async def abort(self, stop: Stop, ended: asyncio.Future[Any]) -> None:
         """Make engines end all requests that `stop` concerns, until `ended` is done: those that were on their way when
         it was said come late."""
-        while not ended.done():
-            told = [
-                self._engine(engine.url).abort(stop.prefix, paired=group.spec.role in ("Prefill", "Decode"))
-                for group, engine in self._fleet.trained_engines()
-                if engine.url
-            ]
-            await asyncio.gather(*told, return_exceptions=True)
-            await asyncio.wait([ended], timeout=ABORT_AGAIN_SECONDS)
+
+        async def tell(engine: EngineClient, paired: bool) -> None:
+            while not ended.done():  # bounded by the collector, which cancels what does not end
+                with contextlib.suppress(EngineError):
+                    await engine.abort(stop.prefix, paired=paired)
+                await asyncio.wait([ended], timeout=ABORT_AGAIN_SECONDS)
+
+        async with asyncio.TaskGroup() as tasks:  # an engine that hangs keeps the others from nothing
+            for group, engine in self._fleet.trained_engines():
+                if engine.url:
+                    tasks.create_task(tell(self._engine(engine.url), group.spec.role in ("Prefill", "Decode")))
 
     def _count(self, stranger: NotOurs) -> None:
         """Told ever more rarely: a router that cannot be reached may send us strangers for hours."""
