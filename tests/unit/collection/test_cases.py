@@ -233,7 +233,7 @@ def test_61_images_go_with_every_request_of_their_prompt_and_are_kept_in_none_of
         await world.begin(asked)
         batch = await world.batch(1)
         assert [sample.attempts for sample in batch.samples] == [2] * 8
-        assert [len(body["input_ids"]) for body in world.engines.requests] == [1] * 8 + [2] * 8
+        assert sorted(len(body["input_ids"]) for body in world.engines.requests) == [1] * 8 + [2] * 8
         assert all(body["image_data"] == [image, image] for body in world.engines.requests)
 
     collect(tmp_path, story, seconds=30.0)
@@ -252,7 +252,7 @@ def test_61_users_code_of_several_turns_sends_the_images_of_its_prompt_with_each
             await world.begin(world.asked(data=source, n=2, groups_per_step=1, generate=plugin("two_turns")))
             batch = await world.batch(1)
         assert [sample.status.value for sample in batch.samples] == ["truncated"] * 2, batch.samples[0].error
-        assert [len(body["input_ids"]) for body in world.engines.requests] == [1, 1, 3, 3]
+        assert sorted(len(body["input_ids"]) for body in world.engines.requests) == [1, 1, 3, 3]
         assert all(body["image_data"] == [image] for body in world.engines.requests)
 
     collect(tmp_path, story, seconds=30.0)
