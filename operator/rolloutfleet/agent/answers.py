@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,7 +56,8 @@ def _sample_of(answer: dict[str, Any], asked: Sample, fleet: str, keep_meta: Seq
             said = span.get("version")
             raise NotOurs(f"not ours: answered by an engine whose weight version is {said!r}, not one of @{fleet}")
         versions.append(VersionSpan(version=label.version, start=int(span["start"]), end=int(span["end"])))
-    first = next((number for number, entry in enumerate(entries) if entry[0] is None), None)
+    log_probs = [math.nan if entry[0] is None else float(entry[0]) for entry in entries]
+    first = next((number for number, value in enumerate(log_probs) if not math.isfinite(value)), None)
     if first is not None:
         made_by = frozenset(span.version for span in versions)
         raise NotFinite(
@@ -67,7 +69,7 @@ def _sample_of(answer: dict[str, Any], asked: Sample, fleet: str, keep_meta: Seq
     return asked.changed(
         response_tokens=tokens,
         response=answer.get("text") or "",
-        rollout_log_probs=[float(entry[0]) for entry in entries],
+        rollout_log_probs=log_probs,
         loss_mask=None,
         weight_versions=versions,
         status=status,

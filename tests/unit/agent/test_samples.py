@@ -45,11 +45,11 @@ def test_an_engine_without_a_version_of_ours_is_not_believed(version: Any) -> No
         sample_of(answer([1], version=version), ASKED, fleet=FLEET)
 
 
-def test_a_log_probability_that_is_no_number_is_said_of_the_weights() -> None:
+@pytest.mark.parametrize("value", [None, float("nan"), float("-inf")])
+def test_a_log_probability_that_is_no_number_is_said_of_the_weights(value: float | None) -> None:
     """SGLang 0.5.23 with a NaN or an infinity in one tensor: null for each token, and token 0."""
     told = answer([0, 0], version=signed(7))
-    for entry in told["meta_info"]["output_token_logprobs"]:
-        entry[0] = None
+    told["meta_info"]["output_token_logprobs"] = [[value, 0, None]] * 2
     with pytest.raises(NotFinite, match=r"token 0 of the response .* the weights of version 7 hold NaN"):
         sample_of(told, ASKED, fleet=FLEET)
 
