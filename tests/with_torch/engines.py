@@ -177,7 +177,10 @@ class CpuEngine(Engine):
 class Agent(Process):
     """The agent of a trainer beside these engines, and its fleet."""
 
-    def __init__(self, engines: Sequence[Engine], *, served: Path, folder: Path) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], *, served: Path, folder: Path, ranks: int = 1, colocated: bool = False
+    ) -> None:
+        """`ranks`: of each engine. `colocated`: on the trainer's GPUs."""
         self.port = free_port()
         told = {
             "port": self.port,
@@ -187,6 +190,8 @@ class Agent(Process):
             "checksum": engines[0].checksum(),
             "router": engines[0].url,  # takes requests as a router does
             "engines": [],
+            "ranks": ranks,
+            "colocated": colocated,
         }
         self.file = folder / f"fleet-{self.port}.json"
         self.file.write_text(json.dumps(told))
