@@ -15,7 +15,8 @@ from engines import free_port
 from safetensors.torch import load_file
 
 from gpu.machine import FOLDER, GpuEngine
-from gpu.setting import BESIDE, BOTH, FAR, Reference, Trainer, checkpoint, rounded, say, states
+from gpu.setting import BESIDE, BOTH, FAR, Reference, Trainer, checkpoint, own_gpus, rounded, say, states
+from rolloutfleet.trainer import Refused
 
 TURNS = (1, 0, 1)
 
@@ -85,13 +86,17 @@ dist.destroy_process_group()
 
 
 def ranks() -> None:
-    """An engine of two ranks: by CUDA IPC from one GPU to both, and by gloo from the trainer's CPU."""
+    """An engine of two ranks: by CUDA IPC with a copy on each GPU, and by gloo from the trainer's CPU."""
     engine = GpuEngine.found(BOTH)
     right = Reference(engine).tokens
     with Trainer(engine, ranks=2) as trainer:
         on_gpu = states()
+        try:
+            trainer.fleet.update_weights(on_gpu[1], transport="tensor")
+        except Refused as refused:
+            say("ranks without gpus", refused=str(refused), committed=trainer.fleet.weight_version)
         for new in TURNS:
-            result = trainer.fleet.update_weights(on_gpu[new], transport="tensor", timeout=60.0)
+            result = trainer.fleet.update_weights(on_gpu[new], transport="tensor", gpus=own_gpus, timeout=60.0)
             _told("ranks ipc", result.seconds, right[new] == engine.tokens())
         del on_gpu
         torch.cuda.empty_cache()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from gpu.machine import GpuEngine, used_bytes
-from gpu.setting import BESIDE, BOTH, Reference, Trainer, rounded, say, states
+from gpu.setting import BESIDE, BOTH, Reference, Trainer, own_gpus, rounded, say, states
 
 
 def memory() -> None:
@@ -40,7 +40,7 @@ def _lent(engine: GpuEngine, ranks: int) -> None:
                 began = time.perf_counter()
                 fleet.onload("weights")
                 weights_s = time.perf_counter() - began
-                result = fleet.update_weights(weights[new], transport="tensor")
+                result = fleet.update_weights(weights[new], transport="tensor", gpus=own_gpus)
                 began = time.perf_counter()
             onload_rest_s = time.perf_counter() - began
             used["after"] = used_bytes()[:ranks]

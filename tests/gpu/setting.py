@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from engines import Agent
 from safetensors.torch import load_file
 
 from gpu.machine import FOLDER, GpuEngine
+from rolloutfleet.api.agent import UpdateEngine
 from rolloutfleet.trainer import Fleet
 
 BESIDE = "beside"
@@ -40,6 +42,11 @@ def size(state: State) -> int:
 
 def rounded(seconds: dict[str, float]) -> dict[str, float]:
     return {name: round(value, 4) for name, value in seconds.items()}
+
+
+def own_gpus(engine: UpdateEngine) -> Sequence[int]:
+    """Of the ranks of BESIDE and of BOTH."""
+    return range(engine.ranks)
 
 
 class Reference:
