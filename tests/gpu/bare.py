@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from engines import Engine
 from torch.distributed import distributed_c10d as c10d
 
 from gpu.machine import Bare
+from servers import Engine
 
 State = Mapping[str, torch.Tensor]
 Transfer = Callable[[Bare, State, int], None]

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from engines import free_port
 from safetensors.torch import load_file
 
 from gpu.machine import FOLDER, GpuEngine
 from gpu.setting import BESIDE, BOTH, FAR, Reference, Trainer, checkpoint, own_gpus, rounded, say, states
 from rolloutfleet.trainer import Refused
+from servers import free_port
 
 TURNS = (1, 0, 1)
 

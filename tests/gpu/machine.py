@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import Engine
 from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from servers import Engine
 
 FOLDER = Path("/dev/shm/rolloutfleet-gpu")
 STATE = FOLDER / "engines.json"
