@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from engines import Engine
 from torch.distributed import distributed_c10d as c10d
 
 from gpu.machine import Bare
+from servers import Engine
 
 State = Mapping[str, torch.Tensor]
 Transfer = Callable[[Bare, State, int], None]
@@ -114,7 +114,7 @@ class Ipc:
         torch.cuda.synchronize()
 
 
-def whole(engine: Engine, transfer: Callable[[Bare], None]) -> dict[str, float]:
+def whole(engine: Engine, transfer: Transfer, state: State, bucket_bytes: int) -> dict[str, float]:
     """Seconds of what any careful update does: pause, flush, transfer, label, checksum, continue."""
     http = Bare(engine)
     torch.cuda.synchronize()
@@ -123,7 +123,7 @@ def whole(engine: Engine, transfer: Callable[[Bare], None]) -> dict[str, float]:
     http.sure("/flush_cache")
     sessions = http.post("/begin_weight_update")[0] != 404
     loading = time.perf_counter()
-    transfer(http)
+    transfer(http, state, bucket_bytes)
     loaded = time.perf_counter()
     if sessions:
         http.sure("/end_weight_update")

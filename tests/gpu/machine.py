@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import Engine, Process
 from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from servers import Engine
 
 FOLDER = Path("/dev/shm/rolloutfleet-gpu")
 STATE = FOLDER / "engines.json"
@@ -53,14 +54,15 @@ def make_checkpoints() -> None:
         torch.cuda.empty_cache()
 
 
-def start(name: str, *, gpu: int, flags: list[str], prefix: list[str] | None = None) -> GpuEngine:
+def start(name: str, *, gpus: str, flags: list[str], prefix: list[str] | None = None) -> GpuEngine:
     SCRATCH.mkdir(exist_ok=True)
     environment = {
         "TMPDIR": str(SCRATCH),
-        "CUDA_VISIBLE_DEVICES": str(gpu),
+        "CUDA_VISIBLE_DEVICES": gpus,
         "PYTHONPATH": os.environ.get("ENGINE_PATH", ""),
         "HF_HUB_OFFLINE": "1",
         "FLASHINFER_WORKSPACE_BASE": "/tmp",
+        "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
     }
     command = [*(prefix or []), sys.executable, "-m", "sglang.launch_server", "--model-path", str(FOLDER / "m0")]
     return GpuEngine([*command, *FLAGS, *flags], name=name, logs=FOLDER, **environment)
@@ -70,6 +72,10 @@ class GpuEngine(Engine):
     @property
     def noted(self) -> dict[str, Any]:
         return {"pid": self._process.pid, "port": self.port}
+
+    @classmethod
+    def started(cls, name: str) -> bool:
+        return name in json.loads(STATE.read_text())
 
     @classmethod
     def found(cls, name: str) -> GpuEngine:
@@ -101,10 +107,10 @@ class Adopted:
             time.sleep(0.01)
 
 
-def used_bytes(gpu: int) -> int:
-    """As NVML counts them."""
-    query = ["nvidia-smi", f"--id={gpu}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return int(subprocess.check_output(query, text=True)) << 20
+def used_bytes() -> list[int]:
+    """Of each GPU, as NVML counts them."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return [int(line) << 20 for line in subprocess.check_output(query, text=True).splitlines()]
 
 
 class Bare:
@@ -122,17 +128,3 @@ class Bare:
         status, content = self.post(path, **body)
         if status != 200:
             raise RuntimeError(f"{path}: {status} {content[:300]!r}")
-
-
-__all__ = [
-    "ANOTHER_POD",
-    "FOLDER",
-    "SCRATCH",
-    "STATE",
-    "Bare",
-    "GpuEngine",
-    "Process",
-    "make_checkpoints",
-    "start",
-    "used_bytes",
-]

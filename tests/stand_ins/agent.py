@@ -3,7 +3,7 @@
 `python -m stand_ins.agent FLEET.json` serves until it is told to stop. The file says which engines there are, and is
 read at each look: {"port": 8477, "address": "127.0.0.1", "model": path, "volume": path, "checksum": of version 0,
 "engines": [{"pod": name, "uid": uid, "url": url, "phase": "Serving"}], "ranks": 1, "router": url, "frozen": false,
-"name": of the agent's pod}.
+"name": of the agent's pod, "colocated": on the GPUs that this machine has}.
 What the agent writes about the training goes to FLEET.json.training.
 """
 
@@ -36,10 +36,10 @@ class ByHand(Cluster):
         self.put(ROLLOUT_SERVER.plural, _rollout_server(told))
         self.put(LEASE.plural, {"metadata": {"name": f"{SERVER}-trainer", "namespace": "rl"}, "spec": {}})
 
-    async def get(self, resource: Resource, name: str, *, namespace: str | None = None) -> Object:
+    async def get(self, resource: Resource, name: str, *, namespace: str | None = None, cached: bool = False) -> Object:
         if resource is SERVER_GROUP:
             self.put(SERVER_GROUP.plural, _server_group(self._told()))
-        return await super().get(resource, name, namespace=namespace)
+        return await super().get(resource, name, namespace=namespace, cached=cached)
 
     async def apply(self, *arguments: Any, **named: Any) -> Object:
         body = await super().apply(*arguments, **named)
@@ -73,7 +73,13 @@ def _server_group(told: Object) -> Object:
     engine = {"image": "engine:1", "tensorParallel": told.get("ranks", 1)}
     return {
         "metadata": {"name": GROUP, "namespace": "rl", "uid": "uid-main"},
-        "spec": {"server": SERVER, "model": {"path": told["model"]}, "engine": engine, "offload": True},
+        "spec": {
+            "server": SERVER,
+            "model": {"path": told["model"]},
+            "engine": engine,
+            "offload": True,
+            **({"colocation": {}} if told.get("colocated") else {}),
+        },
         "status": {
             "routable": len(told["engines"]),
             "measured": [{"revision": "r1", "version": 0, "checksum": told["checksum"]}],

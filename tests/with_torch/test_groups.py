@@ -11,12 +11,12 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from engines import Process, wait_until
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
 from rolloutfleet.trainer import GroupError, NonFiniteWeights
 from rolloutfleet.trainer.groups import CUMEM, Groups, require_matching_nccl
 from rolloutfleet.trainer.tensors import NumberCheck, buckets
+from servers import Process, wait_until
 
 ENGINE = """
 import sys, torch

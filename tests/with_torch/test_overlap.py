@@ -10,13 +10,13 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
-from engines import wait_until
 from pydantic import BaseModel
 
 from rolloutfleet.api.agent import SendBucket, StepResult, UpdateEngine, UpdateResult, UpdateSession
 from rolloutfleet.api.rollout_server import EngineVerdict
 from rolloutfleet.trainer import NonFiniteWeights, sending
 from rolloutfleet.trainer.sending import Senders, send
+from servers import wait_until
 
 OPTIONS = {"version": None, "rollback": False, "pause_mode": "Retract", "timeout_seconds": 60.0}
 TENSORS = 5

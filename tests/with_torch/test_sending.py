@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from engines import Agent, CpuEngine, Engine, Process, free_port, model, wait_until
+from engines import Agent, model
 
 from rolloutfleet.trainer import NonFiniteWeights, Refused, ZeroWeights
+from servers import CpuEngine, Engine, Process, free_port, wait_until
 from stand_ins.agent import FIRST_LABEL
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from engines import Agent, CpuEngine, model
+from engines import Agent, model
 from safetensors.torch import load_file, save_file
 
 from rolloutfleet.trainer import Fleet, Refused
+from servers import CpuEngine
 from stand_ins.agent import FIRST_LABEL
 
 WITHOUT_OVERRIDE = ("setpriv", "--inh-caps=-all", "--bounding-set=-dac_override,-dac_read_search")

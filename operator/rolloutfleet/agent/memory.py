@@ -25,7 +25,7 @@ from rolloutfleet.agent.gpu_memory import SharedGpus
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import APART, Fleet
 from rolloutfleet.agent.memory_record import MemoryRecord, ordered
-from rolloutfleet.agent.participants import participant_of
+from rolloutfleet.agent.participants import participant_of, releasable
 from rolloutfleet.api.agent import MemoryRequest, MemoryResult, MemoryTag
 from rolloutfleet.api.common import EnginePhase, Role
 from rolloutfleet.api.rollout_server import TrainingStatus, TrainingWeights, WeightsPhase
@@ -110,7 +110,7 @@ class Memory:
         self._members = [
             (group, engine)
             for group, engine in self._fleet.trained_engines()
-            if _takes_part(group, engine) and engine.url and engine.pod_uid
+            if releasable(group, engine) and engine.url and engine.pod_uid
         ]
         self._record.load(self._training.memory, self._leadership.lease.fence)
         # A group that cannot be read now may still have its engines.
@@ -253,7 +253,7 @@ class Memory:
 
     def _refuse_without_saver(self) -> None:
         """SGLang without its memory saver would answer and release nothing."""
-        if any(_takes_part(group, engine) for group, engine in self._fleet.trained_engines()):
+        if any(releasable(group, engine) for group, engine in self._fleet.trained_engines()):
             return
         if any(group.offload for group in self._fleet.connected().spec.groups):
             return  # its engines are not there yet
@@ -391,9 +391,3 @@ def _without_dead_update(training: TrainingStatus) -> TrainingStatus:
         return training
     ended = {"phase": WeightsPhase.COMMITTED, "target_version": None, "target_path": "", "deadline": "", "engines": ()}
     return training.model_copy(update={"weights": weights.model_copy(update=ended)})
-
-
-def _takes_part(group: ServerGroup, engine: EngineStatus) -> bool:
-    if group.spec.external is not None:
-        return engine.facts is not None and engine.facts.memory_saver
-    return group.spec.offload

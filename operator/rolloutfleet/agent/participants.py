@@ -48,4 +48,12 @@ def participant_of(group: ServerGroup, engine: EngineStatus) -> Participant:
         role=engine.facts.role if engine.facts is not None else group.spec.role,
         ranks=shape.tensor_parallel if shape is not None else 1,
         pipeline_stages=shape.pipeline_parallel if shape is not None else 1,
+        releasable=releasable(group, engine),
     )
+
+
+def releasable(group: ServerGroup, engine: EngineStatus) -> bool:
+    """Its memory can be released."""
+    if group.spec.external is not None:
+        return engine.facts is not None and engine.facts.memory_saver
+    return group.spec.offload

@@ -237,6 +237,7 @@ class Session:
             ranks=participant.ranks,
             group=name,
             join=request.transport == "distributed" and not keeps,
+            releasable=participant.releasable,
         )
 
     async def join_groups(self, request: JoinGroups) -> StepResult:
@@ -370,16 +371,14 @@ class Session:
 
     def _fail(self, error: BaseException) -> None:
         """Whoever waits for any part of the update is told."""
-        told = error if isinstance(error, AgentError) else _as_agent_error(error)
+        told = error
+        if not isinstance(told, AgentError):
+            told = AgentError("UpdateFailed", f"{type(error).__name__}: {error}", status=502)
         waited_for: tuple[asyncio.Future[Any], ...] = (self._begun, self._over, self._result)
         for future in waited_for:
             if not future.done():
                 future.set_exception(told)
                 future.exception()  # told to whoever asks: not a forgotten one
-
-
-def _as_agent_error(error: BaseException) -> AgentError:
-    return AgentError("UpdateFailed", f"{type(error).__name__}: {error}", status=502)
 
 
 async def _left(engine: EngineClient, group: str) -> None:

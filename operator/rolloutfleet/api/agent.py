@@ -149,6 +149,8 @@ class UpdateEngine(Told):
     """Name of the process group with this sender; kept as long as the engine lives and the name stays the same."""
     join: bool
     """The group is not there yet: the sender opens a store and says where (POST .../groups)."""
+    releasable: bool = False
+    """Its memory can be released. SGLang maps such weights so that no GPU but their own may write them."""
 
 
 class UpdateSession(Told):

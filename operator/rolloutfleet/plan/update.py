@@ -24,6 +24,8 @@ class Participant:
     ranks: int = 1
     """Tensor parallel size: how many of its processes each tensor goes to."""
     pipeline_stages: int = 1
+    releasable: bool = False
+    """It was started so that its memory can be released."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar
@@ -35,7 +35,7 @@ from rolloutfleet.api.agent import (
 )
 from rolloutfleet.trainer.errors import FleetError, Refused
 from rolloutfleet.trainer.groups import Backend, Groups, require_matching_nccl
-from rolloutfleet.trainer.shared_memory import collect, payloads
+from rolloutfleet.trainer.shared_memory import Shared, collect, places, share
 from rolloutfleet.trainer.tensors import (
     Bucket,
     NumberCheck,
@@ -73,6 +73,8 @@ class _UnderWay:
     """What the agent has been asked for. With NCCL an engine answers as soon as it has begun to receive."""
     sent: dict[str, Future[None]]
     """Our own part of it by engine's UID."""
+    shared: Shared | None = None
+    """Where engines read it from, with the tensor transport."""
 
 
 class Nothing(BaseModel):
@@ -117,6 +119,10 @@ class SendingOptions(TypedDict, total=False):
     engines: Callable[[UpdateEngine], bool]
     """With transport tensor: to which engines this process sends, those on its own GPU. Each of several senders sends
     all tensors to its own. Default: to all."""
+    gpus: Callable[[UpdateEngine], Sequence[int]]
+    """With transport tensor: the GPU of each rank of an engine, as this process counts them; each gets a copy of the
+    bucket there. Needed for engines of several ranks whose memory can be released. Default: they take it from where the
+    tensors are."""
     progress: Progress
     """Called after each bucket."""
 
@@ -182,6 +188,8 @@ class _Update:
         self._deadline: float = time.monotonic() + options["timeout_seconds"]
         self._engines: dict[str, UpdateEngine] = {}
         """That have not fallen out."""
+        self._gpus: dict[str, Sequence[int]] = {}
+        """Of each rank by engine's UID, where it is said."""
         self._under_way: deque[_UnderWay] = deque()
         self._numbers = itertools.count()
         self._bytes = 0
@@ -206,6 +214,8 @@ class _Update:
             try:
                 if self._transport == "distributed":
                     self._join(backend)
+                elif backend == "nccl":  # on GPUs
+                    self._gpus = places(self._engines.values(), self._sending.get("gpus"))
                 self._send_all(pieces, threads)
                 return self._finish(threads)
             except BaseException:
@@ -288,13 +298,13 @@ class _Update:
             request = SendBucket(sender=self._sender, number=next(self._numbers), tensors=bucket.tensors)
             ordered = threads.submit(self._step, "buckets", request, StepResult)
             return _UnderWay(bucket, ordered, self._groups.broadcasting(bucket.flat, seconds=self._left))
-        shared = payloads(bucket, self._engines.values())
+        shared = share(bucket, self._engines.values(), self._gpus)
         tensors = SendTensors(
             sender=self._sender,
             tensors=bucket.tensors,
-            engines=[EngineTensors(uid=uid, payloads=each) for uid, each in shared.items()],
+            engines=[EngineTensors(uid=uid, payloads=each) for uid, each in shared.payloads.items()],
         )
-        return _UnderWay(bucket, threads.submit(self._step, "tensors", tensors, StepResult), {})
+        return _UnderWay(bucket, threads.submit(self._step, "tensors", tensors, StepResult), {}, shared)
 
     def _complete(self) -> None:
         """The oldest."""

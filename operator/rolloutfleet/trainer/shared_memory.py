@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from rolloutfleet.api.agent import UpdateEngine
+from rolloutfleet.trainer.errors import Refused
 from rolloutfleet.trainer.tensors import Bucket
 
 if TYPE_CHECKING:
@@ -24,13 +26,57 @@ DEVICE_ARGUMENT = 6
 """Of torch's rebuild_cuda_tensor: the GPU, for which SGLang takes a UUID, since pods count GPUs differently."""
 
 
-def payloads(bucket: Bucket, engines: Iterable[UpdateEngine]) -> dict[str, list[str]]:
-    """By UID of the engine, one for each rank. `bucket` must live until the engines have answered.
+@dataclass(frozen=True)
+class Shared:
+    """A bucket for engines on this machine."""
 
-    One for each reader: the counter of a handle goes down once for each that was opened.
+    payloads: dict[str, list[str]]
+    """By UID of the engine, one for each rank."""
+    flats: list[torch.Tensor]
+    """What they refer to: must live until the engines have answered."""
+
+
+def places(
+    engines: Iterable[UpdateEngine], gpus: Callable[[UpdateEngine], Sequence[int]] | None
+) -> dict[str, Sequence[int]]:
+    """By UID, the GPU of each rank where it is said, as this process counts them. Raises Refused where it must be.
+
+    A rank copies to its GPU what is on another one, unless its memory can be released: then CUDA refuses the write, and
+    SGLang's scheduler dies of that (0.5.16, measured).
+    """
+    found: dict[str, Sequence[int]] = {}
+    for engine in engines:
+        if gpus is None:
+            if engine.ranks > 1 and engine.releasable:
+                raise Refused(
+                    f"gpus: {engine.pod} has {engine.ranks} ranks whose memory can be released, so each takes tensors "
+                    "from its own GPU only; say which one that is: gpus=lambda engine: [0, 1]",
+                    code="BadRequest",
+                )
+            continue
+        found[engine.uid] = list(gpus(engine))
+        if len(found[engine.uid]) != engine.ranks:
+            raise Refused(
+                f"gpus: {found[engine.uid]} for {engine.pod}, which has {engine.ranks} ranks", code="BadRequest"
+            )
+    return found
+
+
+def share(bucket: Bucket, engines: Iterable[UpdateEngine], gpus: Mapping[str, Sequence[int]]) -> Shared:
+    """`gpus`: by UID, one for each rank; of those that are not in it all ranks take the bucket where it is.
+
+    A payload for each reader: the counter of a handle goes down once for each that was opened.
     """
     metadata = _metadata(bucket)
-    return {engine.uid: [_payload(bucket.flat, metadata) for _ in range(engine.ranks)] for engine in engines}
+    copies = {bucket.flat.device.index: bucket.flat}
+    for gpu in {gpu for each in gpus.values() for gpu in each} - copies.keys():
+        copies[gpu] = bucket.flat.to(f"cuda:{gpu}")
+    here = bucket.flat.device.index
+    told = {
+        engine.uid: [_payload(copies[gpu], metadata) for gpu in gpus.get(engine.uid, [here] * engine.ranks)]
+        for engine in engines
+    }
+    return Shared(told, list(copies.values()))
 
 
 def collect() -> None:

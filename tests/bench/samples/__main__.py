@@ -27,13 +27,12 @@ import httpx
 from bench.router.parts import _process, _until_up
 from bench.scale.costs import cpu_seconds, peak_rss_mib
 from bench.telling import say, words
-from gpu.engines import Engine
 from rolloutfleet.agent.store.address import open_store
 from rolloutfleet.agent.store.ledger import GroupUpdate, Ledger, Run
 from rolloutfleet.api.samples import Sample, SampleStatus, VersionSpan
 from rolloutfleet.plan.concurrency import FIRST_PER_ENGINE
 from rolloutfleet.trainer import connect
-from stand_ins import agent
+from servers import CpuEngine
 from unit.collection import test_kills
 from unit.collection.fast_engine import serve_until_killed
 from unit.collection.world import free_port
@@ -76,18 +75,15 @@ def main() -> int:
 
 
 @contextmanager
-def engines_and_router(work: Path) -> Iterator[tuple[list[Engine], str]]:
+def engines_and_router(work: Path) -> Iterator[tuple[list[CpuEngine], str]]:
     """Two SGLang servers on the CPU behind the real router."""
     make = [ENGINE_PYTHON, str(HERE.parent / "update/checkpoints.py"), str(work / "models"), "small"]
     subprocess.run(make, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=300)
-    options = ["--sleep-on-idle", "--weight-version", agent.FIRST_LABEL, "--max-total-tokens", "16384"]
-    options += ["--max-running-requests", str(RUNNING)]
-    engines = [
-        Engine(f"e{n}", f"{work}/models/m0", port=free_port(), gpu="cpu", options=options, work=work) for n in range(2)
-    ]
+    options = ["--max-total-tokens", "16384", "--max-running-requests", str(RUNNING)]
+    engines = [CpuEngine(work / "models/m0", name=f"e{n}", logs=work, options=options) for n in range(2)]
     try:
         for engine in engines:
-            say(f"engine {engine.name} serves after {engine.wait(300)} s")
+            say(f"engine {engine.name} serves after {engine.wait()} s")
         with ExitStack() as stack:
             port = free_port()
             command = [os.environ["ROUTER_PYTHON"], "-m", "sglang_router.launch_router"]
@@ -112,7 +108,7 @@ async def _router_is_up(url: str, engines: int) -> None:
             await asyncio.sleep(0.2)
 
 
-def real(work: Path, engines: Sequence[Engine], router: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def real(work: Path, engines: Sequence[CpuEngine], router: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Bare loops and the agent in turns, with the same prompts, concurrency and router."""
     count = arguments.requests
     seconds: dict[str, list[float]] = {"httpx": [], "aiohttp": [], "agent": []}

@@ -22,7 +22,6 @@ from aiohttp import web
 
 from api_server.control_plane import control_plane
 from bench.telling import numbers, say, words
-from gpu.engines import Engine, call
 from rolloutfleet.agent.collection.collections import Collections
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
@@ -38,11 +37,10 @@ from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.engine.sglang import EngineClient
 from rolloutfleet.engine.worker import WorkerClient, worker_url
 from rolloutfleet.kube import client as kube
+from servers import CpuEngine, Engine
 
 NAMESPACE, SERVER, GROUP = "default", "bench", "bench-main"
 AGENT_PORT = 18477
-ENGINE_PORT = 31100
-START_SECONDS = 300.0
 HERE = Path(__file__).parent
 ENGINE_PYTHON = os.environ.get("ENGINE_PYTHON", sys.executable)
 
@@ -72,7 +70,7 @@ async def _runs(
             engines = [_engine(number, mount, work) for number in range(max(arguments.engines))]
             try:
                 for engine in engines:
-                    say(f"{size}: engine {engine.name} serves after {engine.wait(START_SECONDS)} s")
+                    say(f"{size}: engine {engine.name} serves after {engine.wait()} s")
                 for count in arguments.engines:
                     found += await _measure(api, engines[:count], mount, arguments.rounds, size)
                 if len(engines) > 1:
@@ -91,15 +89,14 @@ async def _measure(
     """`rounds` of each transport; with none, the death of the last engine in the middle of one."""
     for engine in engines:  # another fleet's, from now on
         body = {"model_path": f"{mount}/m0", "weight_version": "default"}
-        status, told = await asyncio.to_thread(call, engine.url, "/update_weights_from_disk", body)
-        assert status == 200, told
+        await asyncio.to_thread(engine.ask, "/update_weights_from_disk", body)
     async with agent(api, engines, mount):
         options = {
             "mount": str(mount),
             "agent": f"http://127.0.0.1:{AGENT_PORT}",
             "urls": [engine.url for engine in engines],
             "rounds": rounds,
-            "victim": [pid for pid, _ in engines[-1].members()] if not rounds else [],
+            "victim": engines[-1].members() if not rounds else [],
         }
         process = await asyncio.create_subprocess_exec(
             *(ENGINE_PYTHON, "-m", "bench.update.trainer", json.dumps(options)),
@@ -115,9 +112,8 @@ async def _measure(
     return found
 
 
-def _engine(number: int, mount: Path, work: Path) -> Engine:
-    options = ["--sleep-on-idle", "--weight-version", "default"]
-    return Engine(f"e{number}", f"{mount}/m0", port=ENGINE_PORT + number, gpu="cpu", options=options, work=work)
+def _engine(number: int, mount: Path, work: Path) -> CpuEngine:
+    return CpuEngine(mount / "m0", name=f"e{number}", logs=work, label="default")
 
 
 @asynccontextmanager
@@ -199,7 +195,7 @@ async def _write_fleet(api: kube.KubeApi, engines: Sequence[Engine], mount: Path
             "phase": "Serving",
             "url": engine.url,
             "pod": engine.name,
-            "podUid": f"{engine.name}-{engine.process.pid}",
+            "podUid": f"{engine.name}-{engine.port}",
         }
         for index, engine in enumerate(engines)
     ]

@@ -26,8 +26,8 @@ from safetensors.torch import load_file
 from sglang.srt.utils.common import init_custom_process_group
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-from gpu.engines import call, tokens
 from rolloutfleet.trainer import Fleet, connect
+from servers import ask, tokens
 
 GROUP_PORT = 29555
 
@@ -40,9 +40,7 @@ class ByHand:
 
     def everywhere(self, path: str, *bodies: dict[str, Any]) -> None:
         each = bodies if len(bodies) > 1 else bodies * len(self._urls)
-        answers = self._threads.map(lambda pair: call(pair[0], path, pair[1]), zip(self._urls, each, strict=True))
-        for status, answer in answers:
-            assert status == 200, f"{path}: {answer}"
+        list(self._threads.map(lambda pair: ask(pair[0], path, pair[1]), zip(self._urls, each, strict=True)))
 
     def join(self) -> None:
         world = len(self._urls) + 1
@@ -126,7 +124,7 @@ def compare(
     expected = {1: tokens(urls[0])}
     ours(0)
     expected[0] = tokens(urls[0])
-    label = call(urls[0], "/model_info", method="GET")[1]["weight_version"]
+    label = ask(urls[0], "/model_info")["weight_version"]
     total: list[float] = []
     mine: list[dict[str, float]] = []
     hand: list[dict[str, float]] = []
@@ -174,7 +172,7 @@ def die(options: dict[str, Any], fleet: Fleet, state: dict[str, torch.Tensor]) -
     quarter = sum(tensor.nbytes for tensor in state.values()) // 4
     result = fleet.update_weights(dying(), bucket_bytes=quarter, timeout=60)
     seconds = time.perf_counter() - moment
-    assert call(options["urls"][0], "/ready", method="GET")[0] == 200
+    ask(options["urls"][0], "/ready")  # 200, or it raises
     outcomes = [verdict.outcome for verdict in result.engines]
     print(json.dumps({"casualty_to_continue_s": round(seconds, 3), "outcomes": outcomes}), flush=True)
 

@@ -146,6 +146,21 @@ def test_tensors_over_shared_memory_go_to_the_engine_that_they_are_for(tmp_path:
     play(tmp_path, story)
 
 
+def test_a_sender_is_told_whose_memory_can_be_released(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        _, told, held = await begin(world, transport="tensor")
+        assert all(engine.releasable for engine in told.engines)
+        await hung_up(held)
+        await over(world)
+        body = world.cluster.seen("servergroups", "qwen-main")
+        body["spec"]["offload"] = False
+        world.cluster.put("servergroups", body)
+        _, told, _ = await begin(world, id="update01", transport="tensor")
+        assert not any(engine.releasable for engine in told.engines)
+
+    play(tmp_path, story)
+
+
 def test_several_senders_send_each_a_part_and_the_last_one_commits(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         both: dict[str, Any] = {"senders": 2}
