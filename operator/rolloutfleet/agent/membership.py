@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import UTC, datetime
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -90,22 +89,18 @@ class Fleet:
             self.server = await self._read_server()
 
     async def _read_server(self) -> RolloutServer:
-        body = await self._api.get(kube.ROLLOUT_SERVER, self.name, namespace=self._namespace)
-        if self.server is not None and _unchanged(self.server.metadata, body):
-            return self.server
-        return RolloutServer.model_validate(body)
+        return RolloutServer.model_validate(
+            await self._api.get(kube.ROLLOUT_SERVER, self.name, namespace=self._namespace)
+        )
 
     async def _read_groups(self, names: Iterable[str]) -> dict[str, ServerGroup | None]:
         """None where the operator has not made it yet."""
-        known = {group.name: group for group in self.groups}
 
         async def read(name: str) -> ServerGroup | None:
             try:
                 body = await self._api.get(kube.SERVER_GROUP, name, namespace=self._namespace)
             except kube.NotFound:
                 return None
-            if name in known and _unchanged(known[name].metadata, body):
-                return known[name]
             return ServerGroup.model_validate(body)
 
         named = list(names)
@@ -251,9 +246,3 @@ class Fleet:
                 for group, engine in self.engines()
             ],
         )
-
-
-def _unchanged(known: Mapping[str, Any], body: Mapping[str, Any]) -> bool:
-    """Then it need not be validated again, which takes longer than to read it."""
-    read = body["metadata"]
-    return all(known.get(field) == read[field] for field in ("uid", "resourceVersion"))
