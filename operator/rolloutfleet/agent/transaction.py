@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -44,6 +45,7 @@ MODES: dict[PauseMode, sglang.PauseMode] = {"InPlace": "in_place", "Retract": "r
 
 Step = Callable[[Participant, EngineClient, float], Coroutine[Any, Any, None]]
 """What is done with one engine, within so many seconds."""
+Check = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Transaction:
@@ -201,13 +203,18 @@ class Transaction:
             self.errors[participant.uid] = why
             logger.warning("%s falls out of the update: %s", participant.pod, why)
 
-    async def settle(self, *, sent_bytes: int = 0, abandoned: AgentError | None = None) -> UpdateResult:
-        """Raises AgentError if no version was committed: `abandoned`, where given."""
+    async def settle(
+        self, *, sent_bytes: int = 0, abandoned: AgentError | None = None, last_check: Check | None = None
+    ) -> UpdateResult:
+        """`last_check`: done while engines compute their checksums; engines may fall out of it.
+
+        Raises AgentError if no version was committed: `abandoned`, where given.
+        """
         if self._paused_at is None and abandoned is not None:
             await self._forget()
             raise abandoned
         clock = time.monotonic()
-        aftermath = await self._looks()
+        aftermath = await self._looks(last_check)
         outcome = outcome_of(
             aftermath,
             fleet=self._fleet.id,
@@ -262,7 +269,7 @@ class Transaction:
 
     # How it ends
 
-    async def _looks(self) -> list[Aftermath]:
+    async def _looks(self, last_check: Check | None) -> list[Aftermath]:
         seen: dict[str, Aftermath] = {}
 
         async def look(participant: Participant) -> None:
@@ -270,14 +277,15 @@ class Transaction:
 
         # The commit is written against what is seen here: the operator has written its part since the intent.
         seeing = asyncio.ensure_future(self._fleet.look())
+        checking = [asyncio.ensure_future(last_check())] if last_check is not None else []
         try:
             await self._together(self.participants, look)
+            await asyncio.gather(*checking)
         finally:
-            seeing.cancel()
-        return [
-            seen.get(one.uid, Aftermath(one, error=self.errors.get(one.uid, ""), reachable=False))
-            for one in self.participants
-        ]
+            for task in (seeing, *checking):
+                task.cancel()
+        found = [seen.get(one.uid, Aftermath(one, reachable=False)) for one in self.participants]
+        return [replace(one, error=self.errors.get(one.participant.uid, one.error)) for one in found]
 
     async def _look(self, participant: Participant) -> Aftermath:
         engine = self._engine(participant.url)

@@ -9,6 +9,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -18,7 +19,7 @@ from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.agent.participants import participants_in
 from rolloutfleet.agent.preflight import checkpoint_folder, compare_checkpoint, refuse_layouts, target_version
-from rolloutfleet.agent.transaction import Transaction
+from rolloutfleet.agent.transaction import Check, Transaction
 from rolloutfleet.agent.volume import Rights, looking, rights
 from rolloutfleet.api.agent import UpdateResult, UpdateWeights
 from rolloutfleet.engine.errors import CheckpointError, EngineUnreachable
@@ -97,6 +98,7 @@ class Updater:
         transaction.seconds |= seconds
         await transaction.begin()
         abandoned: AgentError | None = None
+        last_check: Check | None = None
         try:
             await transaction.recognize()
             if copies is not None:
@@ -106,12 +108,12 @@ class Updater:
             await transaction.pause(admitting=copies is None)
             await self._load(transaction, request.path, copies, checked)
             if copies is None:
-                await _refuse_what_changed(transaction, request.path, checked.found)
+                last_check = partial(_refuse_what_changed, transaction, request.path, checked.found)
         except AgentError as error:  # we do not lead any more
             abandoned = error
         finally:
             # Also when something above was cancelled or is a bug of ours: this resumes the fleet.
-            result = await transaction.settle(abandoned=abandoned)
+            result = await transaction.settle(abandoned=abandoned, last_check=last_check)
         self._committed = checked.found
         return result
 
