@@ -23,10 +23,10 @@ ENCODE_SECONDS = 15.0
 INFO_SECONDS = 10.0
 CONTROL_SECONDS = 60.0
 CHECKSUM_SECONDS = 30.0
-NO_CHECKPOINT = "Failed to get weights iterator"
-"""SGLang's words (0.5.23) for a folder that is not there, or in which it finds no file; the old weights are whole."""
 """48 ms for 3.55 GB on an H100; longer than this only a scheduler takes that is stuck."""
 LOAD_SECONDS = 1800.0
+NO_CHECKPOINT = "Failed to get weights iterator"
+"""SGLang's words (0.5.23) for a folder that is not there, or in which it finds no file; the old weights are whole."""
 MARKER_TOKENS = 16
 FIRST_ABORT_SECONDS = 0.005
 NO_PEER = "2.2.2.2"
