@@ -86,15 +86,15 @@ class Process:
 
 
 def ask(url: str, path: str, body: Any = None, *, seconds: float = CALL_SECONDS) -> Any:
-    """POST if there is a body; some answers are text. Raises OSError: without an answer, and for a status that is not
-    2xx (HTTPError)."""
+    """JSON as what it says, anything else as text. POST if there is a body. Raises OSError: without an answer, and for a
+    status that is not 2xx (HTTPError)."""
     request = urllib.request.Request(url + path, headers={"Content-Type": "application/json"})
     if body is not None:
         request.data = json.dumps(body).encode()
     with urllib.request.urlopen(request, timeout=seconds) as response:
-        content = response.read()
-        as_json = response.headers.get_content_type() == "application/json"
-    return json.loads(content) if as_json else content.decode()
+        content = response.read().decode()
+        is_json = response.headers.get_content_type() == "application/json"
+    return json.loads(content) if is_json and content else content
 
 
 def tokens(url: str) -> list[int]:
