@@ -45,24 +45,24 @@ class Engine:
         self.path, self.label, self.weights = path, label, weights_in(path)
         self.changed = threading.Condition()
         self.paused = False
-        self.aborts = 0
-        self.running = 0
+        self.running: dict[str, bool] = {}
+        """By id: whether it is to be aborted."""
         self.served = 0
 
-    def generate(self, prompt: Sequence[int], count: int) -> dict[str, Any]:
+    def generate(self, prompt: Sequence[int], count: int, rid: str = "") -> dict[str, Any]:
         """One token after the other, each by the weights of its moment; none while paused."""
         tokens: list[int] = []
         labels: list[str] = []
         with self.changed:
             self.served += 1
-            self.running += 1
-            aborts = self.aborts
-            while len(tokens) < count and aborts == self.aborts:
+            rid = rid or f"unnamed-{self.served}"
+            self.running[rid] = False
+            while len(tokens) < count and not self.running[rid]:
                 self.changed.wait(REQUEST_SECONDS / count)
                 if not self.paused:
                     tokens.append(expected_tokens(self.weights, prompt, len(tokens) + 1)[-1])
                     labels.append(self.label)
-            self.running -= 1
+            del self.running[rid]
             self.changed.notify_all()
             label = self.label
         finish = {"type": "length"} if len(tokens) == count else {"type": "abort", "message": "aborted"}
@@ -95,12 +95,16 @@ class Engine:
             self.paused = False
             self.changed.notify_all()
 
-    def abort(self) -> None:
-        """What runs ends with what it has, and has ended when this returns."""
+    def abort(self, rid: str = "") -> None:
+        """What runs ends with what it has, and has ended when this returns. Of an id: that one and all whose id begins
+        so; nothing where it is not known, as in SGLang."""
         with self.changed:
-            self.aborts += 1
+            if rid and rid not in self.running:
+                return
+            aborted = {known for known in self.running if known.startswith(rid)}
+            self.running |= dict.fromkeys(aborted, True)
             self.changed.notify_all()
-            self.changed.wait_for(lambda: not self.running, timeout=5.0)
+            self.changed.wait_for(lambda: not aborted & self.running.keys(), timeout=5.0)
 
 
 def spans(labels: Sequence[str]) -> list[dict[str, Any]]:
@@ -147,7 +151,7 @@ class LanguageServer(Handler):
         elif path == "/server_info":
             self.answer({"disaggregation_mode": "null", "tp_size": 1, "pp_size": 1, "version": "stand-in"})
         elif path == "/v1/loads":
-            self.answer({"loads": [{"num_running_reqs": engine.running, "num_waiting_reqs": 0}]})
+            self.answer({"loads": [{"num_running_reqs": len(engine.running), "num_waiting_reqs": 0}]})
         elif path == "/requests":  # not SGLang's: for tests that count
             self.answer({"count": engine.served})
         else:
@@ -157,7 +161,7 @@ class LanguageServer(Handler):
         path, body, engine = self.path.partition("?")[0], self.sent(), self.engine
         if path == "/generate":
             count = body["sampling_params"]["max_new_tokens"]
-            self.answer(engine.generate(body.get("input_ids") or [], count))
+            self.answer(engine.generate(body.get("input_ids") or [], count, body.get("rid") or ""))
         elif path == "/weights_checker":
             self.answer({"success": True, "per_engine_checksum": f"of-{engine.weights}"})
         elif path == "/update_weights_from_disk":
@@ -173,7 +177,7 @@ class LanguageServer(Handler):
             engine.resume()
             self.answer({})
         elif path == "/abort_request":
-            engine.abort()
+            engine.abort("" if body.get("abort_all") else body["rid"])
             self.answer({})
         elif path == "/flush_cache":
             self.answer({})

@@ -117,3 +117,20 @@ def test_an_abort_ends_what_runs_with_what_it_has(url: str, monkeypatch: pytest.
         assert (await engine.load()).running == 0
 
     with_client(url, test)
+
+
+def test_requests_are_aborted_by_prefix_and_those_of_others_go_on(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stand_in_engine, "REQUEST_SECONDS", 2.0)
+
+    async def test(engine: EngineClient) -> None:
+        ours, other = (
+            asyncio.create_task(engine.generate(PAYLOAD | {"rid": rid}, seconds=10)) for rid in ("ours-1", "other-1")
+        )
+        async with asyncio.timeout(5):
+            while (await engine.load()).running < 2:
+                await asyncio.wait([ours, other], timeout=0.01)
+        await engine.abort("ours")
+        assert (await ours)["meta_info"]["finish_reason"]["type"] == "abort"
+        assert (await other)["meta_info"]["finish_reason"]["type"] == "length"
+
+    with_client(url, test)
