@@ -86,8 +86,8 @@ class Process:
 
 
 def ask(url: str, path: str, body: Any = None, *, seconds: float = CALL_SECONDS) -> Any:
-    """JSON as what it says, anything else as text. POST if there is a body. Raises OSError: without an answer, and for a
-    status that is not 2xx (HTTPError)."""
+    """JSON as what it says, anything else as text. POST if there is a body. Raises OSError: without an answer, and for
+    a status that is not 2xx (HTTPError)."""
     request = urllib.request.Request(url + path, headers={"Content-Type": "application/json"})
     if body is not None:
         request.data = json.dumps(body).encode()

@@ -18,8 +18,8 @@ from with_engine.collecting import FLOAT32, Made, RealFleet, close, directly
 from with_engine.conftest import Server, place
 
 TOLERANCE = 4e-6
-"""In float32, natural logarithm, around -6. What was seen is 9.5e-7, two steps of float32 there: between a request alone
-and the same one among others, and where a prefix was computed at once instead of token by token."""
+"""In float32, natural logarithm, around -6. What was seen is 9.5e-7, two steps of float32 there: between a request
+alone and the same one among others, and where a prefix was computed at once instead of token by token."""
 PROMPTS = [[7, 8, 9], [11, 300, 5, 42, 77], [499], [(31 * n) % 500 + 1 for n in range(64)]]
 N = 2
 TOKENS = 640
