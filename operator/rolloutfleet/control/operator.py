@@ -51,7 +51,7 @@ OF_OTHERS = (Watched(kube.ROLLOUT_SERVER, None), Watched(kube.NODE, None))
 MADE_BY_US = (
     Watched(kube.SERVER_GROUP, OURS),
     Watched(kube.POD, LABEL_COMPONENT),
-    Watched(kube.DEPLOYMENT, OURS),
+    Watched(kube.REPLICA_SET, OURS),
     Watched(kube.SERVICE, OURS),
     Watched(kube.ROLE, OURS),
     Watched(kube.ROLE_BINDING, OURS),

@@ -68,7 +68,8 @@ class Term:
         store.forget_what_was_done()
         self.prober = Prober(
             store=store,
-            enqueue=self.soon,
+            enqueue=self.queue.add,
+            enqueue_soon=self.soon,
             engine=engine,
             router=router,
             encoder=lambda url: EncoderClient(url, http=http),
@@ -90,7 +91,8 @@ class Term:
             prober=self.prober,
             engine=engine,
             worker=lambda url: WorkerClient(worker_url(url), http=http),
-            enqueue=self.soon,
+            enqueue=self.queue.add,
+            enqueue_soon=self.soon,
         )
         self._tables = Tables(
             api=api,
@@ -126,7 +128,7 @@ class Term:
 
     def soon(self, key: FleetKey) -> None:
         """For what comes in bursts: the pods of a fleet start together, and their engines answer together."""
-        self.queue.add_after(key, BURST_SECONDS)
+        self.queue.add_soon(key, BURST_SECONDS)
 
     async def run(self, *, resync: Callable[[], Awaitable[None]], beside: Callable[[], Awaitable[None]]) -> None:
         """For ever; cancelled when the term ends. `beside`: what else only a leader does."""

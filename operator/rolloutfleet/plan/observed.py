@@ -186,6 +186,8 @@ class RouterPod:
     """By URL, as listed by the router; None while the router does not answer."""
     registering: frozenset[str] = frozenset()
     """URLs that it has been asked to add, that are not listed yet and that it may still be working on."""
+    made_by: str = ""
+    """Name of the ReplicaSet that made it."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,7 @@ class Fleet:
     """Why the last catch-up failed, by pod UID."""
     lease: LeaseView = LeaseView()
     children: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Other owned objects by `Kind/name`: Deployment, Service, Role, RoleBinding."""
+    """Other owned objects by `Kind/name`: ReplicaSet, Service, Role, RoleBinding."""
     gang_apis: frozenset[str] = frozenset()
     """apiVersions of the PodGroups that the cluster knows."""
     pod_groups: Mapping[str, PodGroup] = field(default_factory=dict)
@@ -242,7 +244,7 @@ def engine_pod(pod: Mapping[str, Any], nodes: Mapping[str, bool | None] | None =
     """`nodes`: readiness of every node of the cluster; None while that is not known."""
     metadata, status = pod["metadata"], pod.get("status") or {}
     labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
-    return EnginePod(
+    found = EnginePod(
         name=metadata["name"],
         uid=metadata["uid"],
         group_uid=labels.get(LABEL_GROUP_UID, ""),
@@ -262,10 +264,16 @@ def engine_pod(pod: Mapping[str, Any], nodes: Mapping[str, bool | None] | None =
         trouble=pod_trouble(pod),
         gate=_condition(status, GATE_ROUTABLE),
         node=node_of(pod),
-        node_state=_node_state(node_of(pod), nodes),
         gang=gang_of_pod(metadata),
         worker=any(c["name"] == WORKER_CONTAINER for c in (pod.get("spec") or {}).get("initContainers") or []),
     )
+    return on_its_node(found, nodes)
+
+
+def on_its_node(pod: EnginePod, nodes: Mapping[str, bool | None] | None) -> EnginePod:
+    """The pod with what is known of its node now."""
+    state = _node_state(pod.node, nodes)
+    return pod if pod.node_state is state else replace(pod, node_state=state)
 
 
 def node_of(pod: Mapping[str, Any]) -> str:
@@ -312,6 +320,7 @@ def router_pod(
         gate=_condition(status, GATE_ROUTABLE),
         workers=workers,
         registering=registering,
+        made_by=next((o["name"] for o in metadata.get("ownerReferences") or [] if o.get("controller")), ""),
     )
 
 

@@ -112,6 +112,7 @@ class Scene:
         self.prober = Prober(
             store=self.store,
             enqueue=self.again.append,
+            enqueue_soon=self.again.append,
             engine=lambda url: EngineClient(url, http=http),
             router=client,
             encoder=lambda url: EncoderClient(url, http=http),

@@ -236,7 +236,7 @@ def test_an_engine_whose_node_is_lost_is_replaced_at_once_and_its_pod_does_not_s
 
 def test_routers_give_up_what_they_asked_of_a_lost_machine_within_a_minute() -> None:
     world = world_with()
-    pod = world.children["Deployment/qwen-router"]["spec"]["template"]["spec"]
+    pod = world.router_set()["spec"]["template"]["spec"]
     sysctls = {entry["name"]: int(entry["value"]) for entry in pod["securityContext"]["sysctls"]}
     asks, again = sysctls["net.ipv4.tcp_keepalive_probes"], sysctls["net.ipv4.tcp_keepalive_intvl"]
     assert 30 + asks * again < 60, "sglang-router's own idle time is 30 s"

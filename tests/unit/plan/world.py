@@ -561,6 +561,10 @@ class World:
         condition = next(c for c in self.server["status"]["conditions"] if c["type"] == "Ready")
         return condition["status"], condition["reason"]
 
+    def router_set(self) -> dict[str, Any]:
+        (found,) = (child for key, child in self.children.items() if key.startswith("ReplicaSet/"))
+        return found
+
     def uid(self, pod: str) -> str:
         return str(self.pods[pod]["metadata"]["uid"])
 
