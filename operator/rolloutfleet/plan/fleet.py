@@ -37,7 +37,7 @@ from rolloutfleet.plan.external import adoptable
 from rolloutfleet.plan.groups import GroupPlan, GroupView, look_at, plan_group
 from rolloutfleet.plan.membership import Membership, membership_of, table_actions, takes_traffic
 from rolloutfleet.plan.objects import ROUTER_SET, Defaults, child_actions, disaggregated, wanted_children
-from rolloutfleet.plan.observed import Fleet, parse_time
+from rolloutfleet.plan.observed import Fleet, NodeState, parse_time
 from rolloutfleet.plan.pairing import pair_checks, with_pairing
 from rolloutfleet.plan.recovery import NODE_SILENCE, force_moments, mass_failure_of, word_due
 from rolloutfleet.plan.routers import without_early_retirements
@@ -252,6 +252,7 @@ def _wake_up(
     """The next moment at which time alone changes the plan."""
     moments = [parse_time(view.record.retry_at) for view in engines if view.pod is None]
     silences = [parse_time(view.record.silent_since) for view in engines]
+    silences += [pod.scheduled_at for view in engines for pod in view.pods if pod.node_state is NodeState.NOT_READY]
     moments += [word_due(view.record) for view in engines]
     moments += [_guard_due(view) for view in engines if not _guarded(view.group, fleet)]
     moments += [since + NODE_SILENCE for since in silences if since is not None]

@@ -73,6 +73,7 @@ class EnginePod:
     """The Routable condition as it stands; None if never set."""
     deletion_due: datetime | None = None
     """Of a pod that is being deleted: when its grace period ends."""
+    scheduled_at: datetime | None = None
     disruption: Trouble | None = None
     """Who ends it although it did nothing wrong."""
     node: str = ""
@@ -257,6 +258,7 @@ def engine_pod(pod: Mapping[str, Any], nodes: Mapping[str, bool | None] | None =
         peers=frozenset(filter(None, annotations.get(ANNOTATION_PEERS, "").split(","))),
         url=pod_url(status.get("podIP") or "", ENGINE_PORT),
         scheduled=_condition(status, "PodScheduled") is True,
+        scheduled_at=_scheduled_at(status),
         running_since=_running_since(status, ENGINE_CONTAINER),
         deleting=bool(metadata.get("deletionTimestamp")),
         deletion_due=parse_time(metadata.get("deletionTimestamp") or ""),
@@ -368,6 +370,11 @@ def _condition(status: Mapping[str, Any], kind: str) -> bool | None:
         if condition.get("type") == kind:
             return bool(condition.get("status") == "True")
     return None
+
+
+def _scheduled_at(status: Mapping[str, Any]) -> datetime | None:
+    found = (c for c in status.get("conditions") or [] if c["type"] == "PodScheduled" and c["status"] == "True")
+    return next((parse_time(condition.get("lastTransitionTime") or "") for condition in found), None)
 
 
 def _running_since(status: Mapping[str, Any], container: str) -> datetime | None:

@@ -412,7 +412,8 @@ class World:
                 status["phase"] = "Running"
                 pod["spec"]["nodeName"] = f"node-{engine_pod(pod).index}"
                 status["podIP"] = f"10.0.{serial // 250}.{serial % 250 + 1}"
-                status["conditions"].append({"type": "PodScheduled", "status": "True"})
+                scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": _stamp(self.now)}
+                status["conditions"].append(scheduled)
                 status["containerStatuses"] = [
                     {"name": "engine", "state": {"running": {"startedAt": _stamp(self.now)}}}
                 ]
