@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 WORKERS = 8
 BURST_SECONDS = 0.03
+STEP_SECONDS = 0.25
+"""For what only status tells of: until then some other news of the fleet has mostly let plan."""
 LIST_AGAIN_SECONDS = 0.5
 
 
@@ -129,6 +131,10 @@ class Term:
     def soon(self, key: FleetKey) -> None:
         """For what comes in bursts: the pods of a fleet start together, and their engines answer together."""
         self.queue.add_soon(key, BURST_SECONDS)
+
+    def step(self, key: FleetKey) -> None:
+        """For pods that do what they should: they are given a node, they run, and what is next begins with a look."""
+        self.queue.add_soon(key, STEP_SECONDS)
 
     async def run(self, *, resync: Callable[[], Awaitable[None]], beside: Callable[[], Awaitable[None]]) -> None:
         """For ever; cancelled when the term ends. `beside`: what else only a leader does."""

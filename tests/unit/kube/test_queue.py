@@ -307,6 +307,29 @@ def test_news_that_may_be_followed_by_more_are_seen_by_whatever_takes_the_key_fi
     asyncio.run(scenario())
 
 
+def test_news_that_wait_for_less_do_not_wait_for_those_that_wait_for_more() -> None:
+    async def scenario() -> None:
+        queue: WorkQueue[str] = WorkQueue()
+        done: list[str] = []
+        worked_on = asyncio.Event()
+
+        async def reconcile(key: str) -> None:
+            done.append(key)
+            worked_on.set()
+
+        async def news() -> None:
+            queue.add_soon("a", 3600)
+            queue.add_soon("a", 0.001)
+            queue.add_soon("a", 3600)
+            await worked_on.wait()
+            await idle()
+            assert done == ["a"]
+
+        await worked(queue, reconcile, news)
+
+    asyncio.run(scenario())
+
+
 def test_news_of_a_key_that_is_being_worked_on_have_it_worked_on_once_more() -> None:
     async def scenario() -> None:
         queue: WorkQueue[str] = WorkQueue()
