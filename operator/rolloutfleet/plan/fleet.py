@@ -108,8 +108,12 @@ def plan_fleet(fleet: Fleet, *, defaults: Defaults, applied_versions: Mapping[st
 
 
 def _can_wait(action: Action) -> bool:
-    """Objects that no engine needs to start or to serve: the trainer's rights, and what protects from evictions."""
-    return isinstance(action, Apply) and action.manifest["kind"] not in ("ServerGroup", ROUTER_SET, "Service")
+    """Objects that no engine needs to start or to serve: the trainer's rights, what protects from evictions, and the
+    router's Service, whose address takes the API server longer than anything else. Ranks find each other by theirs."""
+    if not isinstance(action, Apply):
+        return False
+    kind, headless = action.manifest["kind"], action.manifest.get("spec", {}).get("clusterIP") == "None"
+    return kind not in ("ServerGroup", ROUTER_SET) and not (kind == "Service" and headless)
 
 
 def _to_be_guarded(
