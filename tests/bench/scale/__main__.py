@@ -108,10 +108,12 @@ class Bench:
         operator = await self._start_operator()
         beside = self._beside(operator.pid)
         names = [f"f{index:04}" for index in range(scenario.fleets)]
+        self._watcher.started_after.clear()
         audit, before = AuditLog(), self._cpu_by_process()
         posted = await self._create(names, scenario)
         await until(lambda: len(self._watcher.whole) == len(names), READY_SECONDS, "every fleet whole")
         beyond = [self._watcher.whole[name] - posted[name] - FAKE_SECONDS for name in names]
+        say(f"  from bound to running: {quantiles(self._watcher.started_after)}")
         await until(self._watcher.all_ready, 60, "every pod Ready, gates and all")
         await asyncio.sleep(SETTLE_SECONDS)
         spent = {name: round(cpu - before[name], 2) for name, cpu in self._cpu_by_process().items()}

@@ -26,6 +26,8 @@ class Watcher:
         """By fleet and UID."""
         self.made: dict[str, list[tuple[float, str]]] = defaultdict(list)
         """By fleet: when a pod of an engine appeared, and its UID."""
+        self.started_after: list[float] = []
+        """Of each pod that ran: seconds since it was bound."""
 
     def start(self) -> list[asyncio.Task[None]]:
         return [
@@ -69,8 +71,15 @@ class Watcher:
             return
         if uid not in self.pods[fleet] and labels.get(LABEL_COMPONENT) == COMPONENT_ENGINE:
             self.made[fleet].append((moment, uid))
+        known = self.pods[fleet].get(uid, {})
+        bound, running = "nodeName" in body["spec"], bool((body.get("status") or {}).get("podIP"))
+        bound_at = known.get("bound_at") or (moment if bound else None)
+        if running and bound_at is not None and not known.get("running"):
+            self.started_after.append(moment - bound_at)
         self.pods[fleet][uid] = {
             "name": metadata["name"],
+            "bound_at": bound_at,
+            "running": running,
             "engine": labels.get(LABEL_COMPONENT) == COMPONENT_ENGINE,
             "going": "deletionTimestamp" in metadata,
             "ready": any(
