@@ -57,6 +57,7 @@ FAULTS: dict[str, Fault] = {
     "events-twice": Fault(mangle=faults.doubled(0.3)),
     **{f"events-overtake-{n}": Fault(mangle=faults.reordered(random.Random(n), most=0.5)) for n in range(3)},
     **{f"events-never-told-{n}": Fault(mangle=faults.dropped(random.Random(n), share=0.3)) for n in range(3)},
+    "leases-untold": Fault(mangle=faults.untold("Lease", "MODIFIED")),
     "nodes-ready-untold": Fault(mangle=faults.untold("Node", "MODIFIED"), apart=True),
     "watches-expire": Fault(mangle=faults.broken_off(seconds=0.7)),
     "lists-old": Fault(disturb=faults.stale_lists()),

@@ -22,6 +22,7 @@ from rolloutfleet.control.probes import Prober
 from rolloutfleet.control.reconcile import Reconciler
 from rolloutfleet.control.store import FleetKey, FleetStore
 from rolloutfleet.control.tables import Tables
+from rolloutfleet.control.trainer_lease import TrainerLease
 from rolloutfleet.control.tripwire import Tripwire
 from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.router import RouterClient
@@ -125,6 +126,7 @@ class Term:
             defaults=defaults,
             clock=clock,
             looked_at=self.prober.knows,
+            lease=TrainerLease(api=api, store=store),
             progress_seconds=progress_seconds,
         )
 
