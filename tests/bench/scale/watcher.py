@@ -16,8 +16,10 @@ POLL_SECONDS = 0.02
 
 
 class Watcher:
-    def __init__(self, api: kube.KubeApi) -> None:
+    def __init__(self, api: kube.KubeApi, *, pods_too: Callable[[str, kube.Object], None]) -> None:
+        """`pods_too`: is told the type and object of each event of a pod as well."""
         self._api = api
+        self._pods_too = pods_too
         self.whole: dict[str, float] = {}
         """Fleets whose own status says that every engine serves, and since when."""
         self.known: set[str] = set()
@@ -63,6 +65,7 @@ class Watcher:
             self.whole.pop(name, None)
 
     def _saw_pod(self, moment: float, kind: str, body: kube.Object) -> None:
+        self._pods_too(kind, body)
         metadata = body["metadata"]
         labels, uid = metadata.get("labels") or {}, metadata["uid"]
         fleet = labels.get(LABEL_SERVER, "")
