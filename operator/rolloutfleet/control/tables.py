@@ -70,6 +70,8 @@ class Tables:
         """Returns at once. Whatever becomes of it, the table is looked at again."""
         table = action.router_uid if isinstance(action, Register | Deregister) else action.pod_uid
         entry = _Entry(table, action.url)
+        if isinstance(action, Register) and self._is_there(entry):
+            return  # asked for by another one that was under way when this one was planned
         if entry in self._running:
             self._left_out.add(entry)
         else:
@@ -106,6 +108,10 @@ class Tables:
                 self._left_out.discard(entry)
                 self._enqueue(key)
         self._prober.look_soon(entry.table)
+
+    def _is_there(self, entry: _Entry) -> bool:
+        listed, asked_for = self._store.tables.get(entry.table) or {}, self._store.registering.get(entry.table, {})
+        return entry.url in listed or entry.url in asked_for
 
     def _ended(self, table: str) -> None:
         self._store.table_changes[table] -= 1

@@ -222,6 +222,25 @@ def test_a_removal_names_the_entry_that_was_seen_and_the_table_is_read_again_at_
     run(scenario)
 
 
+def test_a_worker_is_asked_for_once_although_a_plan_from_before_asks_for_it_again() -> None:
+    async def scenario(scene: Scene) -> None:
+        router = scene.routers[0]
+        router.stuck = True
+        scene.start(add(0))
+        await scene.until(lambda: scene.waiting() == {URL})
+        scene.start(add(0))
+        router.stuck = False
+        router.lists(URL)
+        scene.prober.look_soon("router-0")
+        await scene.until(lambda: URL in (scene.store.tables["router-0"] or {}))
+        scene.start(add(0))
+        await asyncio.sleep(0)
+        await scene.until(lambda: not scene.store.table_changes)
+        assert len(router.asked("POST")) == 1
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("how", ["refused", "hangs"])
 def test_a_removal_that_is_lost_is_planned_again_soon(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_client, "TABLE_SECONDS", 0.2)
