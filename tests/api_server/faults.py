@@ -66,6 +66,19 @@ def dropped(chance: random.Random, *, share: float) -> Mangle:
     return mangle
 
 
+def untold(kind: str, type_of_event: str) -> Mangle:
+    """No such event is told: what it would have said is found in the next list."""
+
+    def mangle(deliver: Seen) -> Seen:
+        def saw(seen: str, what: str | None, body: dict[str, Any]) -> None:
+            if (seen, what) != (kind, type_of_event):
+                deliver(seen, what, body)
+
+        return saw
+
+    return mangle
+
+
 def broken_off(*, seconds: float) -> Mangle:
     """Time and again the watches end in 410 Gone: what happened meanwhile is listed, and deletions are not told."""
 

@@ -78,6 +78,8 @@ class Fleet:
     """Checkpoints that may serve: that of the committed version, and while an update runs, that of the next."""
     created: dict[str, str] = field(default_factory=dict)
     """UID of each engine pod that ever was, by name."""
+    before: dict[tuple[str, int], str] = field(default_factory=dict)
+    """By group and epoch of each life: its engine's index and last failure, as status told them first."""
     disturb: Disturb = undisturbed
     mangle: Mangle = lambda deliver: deliver
     _pods: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -133,6 +135,8 @@ class Fleet:
 
     def saw(self, kind: str, type_of_event: str | None, pod: dict[str, Any]) -> None:
         self._news.set()
+        if kind == "ServerGroup":
+            self._chronicle(pod)
         if kind != "Pod" or is_router(pod):
             return
         metadata = pod["metadata"]
@@ -156,6 +160,12 @@ class Fleet:
             if place in owners:
                 self.broken.append(f"{owners[place]} and {other['metadata']['name']} live at once")
             owners[place] = other["metadata"]["name"]
+
+    def _chronicle(self, group: dict[str, Any]) -> None:
+        for record in (group.get("status") or {}).get("engines") or []:
+            last = record.get("lastFailure") or {}
+            why = f"{record['index']}: {last.get('reason')}: {last.get('message')} ({last.get('pod')})"
+            self.before.setdefault((group["metadata"]["name"], record["epoch"]), why)
 
     def look_at_tables(self, when: str) -> None:
         for router in self.routers:
@@ -315,7 +325,7 @@ class Fleet:
         records = [{name: value for name, value in record.items() if value} for record in self.records]
         return (
             f"unsettled: {why}\nbroken: {self.broken}\npods: {pods}\ntables: {tables}\nrecords: {records}\n"
-            f"deaths: {self.deaths}\nlast writes: {writes}"
+            f"deaths: {self.deaths}\nlives: {self.before}\nlast writes: {writes}"
         )
 
     def trainer(self) -> AbstractAsyncContextManager[Updater]:

@@ -1,4 +1,4 @@
-"""Plays kubelet, scheduler and the Deployment controller for all pods of the cluster: they run where `Hosts` serves.
+"""Plays kubelet, scheduler and the ReplicaSet controller for all pods of the cluster: they run where `Hosts` serves.
 
 Pods go through the API as real ones do: bound by `binding`, run by their status, and gone only when a node has
 confirmed their end.
@@ -47,7 +47,7 @@ class Node:
         self.errors: list[BaseException] = []
 
     def saw(self, kind: str, type_of_event: str | None, body: dict[str, Any]) -> None:
-        if kind == "Deployment" and type_of_event != "DELETED":
+        if kind == "ReplicaSet" and type_of_event != "DELETED":
             self._do(self._replicate(body))
         if kind != "Pod":
             return
@@ -159,9 +159,9 @@ class Node:
         if address is not None:
             await self._hosts.end(address)
 
-    async def _replicate(self, deployment: dict[str, Any]) -> None:
-        """Replica n of a Deployment has its name and n, so that making it twice is refused."""
-        metadata, spec = deployment["metadata"], deployment["spec"]
+    async def _replicate(self, replica_set: dict[str, Any]) -> None:
+        """Replica n of a ReplicaSet has its name and n, so that making it twice is refused."""
+        metadata, spec = replica_set["metadata"], replica_set["spec"]
         for number in range(spec["replicas"]):
             template = spec["template"]
             pod = {

@@ -47,6 +47,8 @@ async def life_of_a_fleet(fleet: Fleet) -> None:
 class Fault:
     mangle: Mangle = lambda deliver: deliver
     disturb: Disturb = undisturbed
+    apart: bool = False
+    """Each pod has a node of its own, which joins for it."""
 
 
 FAULTS: dict[str, Fault] = {
@@ -55,6 +57,8 @@ FAULTS: dict[str, Fault] = {
     "events-twice": Fault(mangle=faults.doubled(0.3)),
     **{f"events-overtake-{n}": Fault(mangle=faults.reordered(random.Random(n), most=0.5)) for n in range(3)},
     **{f"events-never-told-{n}": Fault(mangle=faults.dropped(random.Random(n), share=0.3)) for n in range(3)},
+    "leases-untold": Fault(mangle=faults.untold("Lease", "MODIFIED")),
+    "nodes-ready-untold": Fault(mangle=faults.untold("Node", "MODIFIED"), apart=True),
     "watches-expire": Fault(mangle=faults.broken_off(seconds=0.7)),
     "lists-old": Fault(disturb=faults.stale_lists()),
     **{f"calls-fail-{n}": Fault(disturb=faults.failing(random.Random(n), share=0.1)) for n in range(3)},
@@ -64,6 +68,8 @@ FAULTS: dict[str, Fault] = {
 async def gone_through(everything: World, name: str) -> str:
     """What went wrong in the life of a fleet with this fault; empty when nothing did."""
     fault = FAULTS[name]
+    if fault.apart:
+        everything.node.apart.add(name)
     try:
         async with running(
             everything, name, resync=RESYNC_SECONDS, disturb=fault.disturb, mangle=fault.mangle

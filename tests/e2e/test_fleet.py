@@ -88,7 +88,7 @@ def test_a_second_apply_changes_nothing_and_a_settled_fleet_is_not_written(space
     assert space.json("get", "ros", "qwen")["metadata"]["generation"] == before
 
     def versions() -> dict[str, str]:
-        listed = space.json("get", "ros,sgrp,pods,deployments,services,roles,rolebindings")
+        listed = space.json("get", "ros,sgrp,pods,replicasets,services,roles,rolebindings")
         return {f"{o['kind']}/{o['metadata']['name']}": o["metadata"]["resourceVersion"] for o in listed["items"]}
 
     first = versions()
@@ -251,7 +251,7 @@ def test_a_deleted_server_takes_everything_with_it(space: Kubectl) -> None:
     eventually(
         lambda: space(
             "get",
-            "sgrp,pods,deployments,services,roles,rolebindings,leases",
+            "sgrp,pods,replicasets,services,roles,rolebindings,leases",
             "--selector=rolloutfleet.dev/server",
             "--output=name",
         ),

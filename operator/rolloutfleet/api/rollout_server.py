@@ -326,7 +326,7 @@ class RolloutServerStatus(Model):
     observed_generation: int = 0
     conditions: Conditions = ()
     router: RouterStatus | None = None
-    groups: Annotated[tuple[GroupSummary, ...], Field(max_length=17), ListMap(("name",))] = ()
+    groups: Annotated[tuple[GroupSummary, ...], Field(max_length=17)] = ()
     engines: EngineCounts | None = None
     weights: WeightsStatus | None = None
     training: TrainingStatus | None = None

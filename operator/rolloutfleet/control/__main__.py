@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
 import os
@@ -10,6 +9,7 @@ import socket
 from pathlib import Path
 
 import kopf
+import uvloop
 from kopf._core.engines.peering import Identity
 
 from rolloutfleet.control.leadership import Leadership, operators_lease
@@ -96,7 +96,7 @@ def main() -> None:
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)
     gc.freeze()
     gc.set_threshold(GARBAGE, 20, 20)
-    asyncio.run(run())
+    uvloop.run(run())
 
 
 if __name__ == "__main__":

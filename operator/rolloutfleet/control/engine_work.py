@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from http import HTTPStatus
@@ -47,13 +48,17 @@ class EngineWork:
         engine: Callable[[str], EngineClient],
         worker: Callable[[str], WorkerClient],
         enqueue: Callable[[FleetKey], None],
+        enqueue_soon: Callable[[FleetKey], None],
     ) -> None:
+        """`enqueue_soon`: for what ends while other work on the same fleet goes on."""
         self._api = api
         self._store = store
         self._prober = prober
         self._engine = engine
         self._worker = worker
         self._enqueue = enqueue
+        self._enqueue_soon = enqueue_soon
+        self._under_way: Counter[FleetKey] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, key: FleetKey, action: Work) -> None:
@@ -97,12 +102,21 @@ class EngineWork:
                     await asyncio.sleep(pause)
                 for uid in pods:
                     self._store.busy.pop(uid, None)
-                self._enqueue(key)
+                self._ended(key)
 
         self._store.busy.update(dict.fromkeys(pods, what))
+        self._under_way[key] += 1
         task = asyncio.create_task(run(), name=f"{what} {' '.join(pods)}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _ended(self, key: FleetKey) -> None:
+        self._under_way[key] -= 1
+        if self._under_way[key]:
+            self._enqueue_soon(key)
+        else:
+            del self._under_way[key]
+            self._enqueue(key)
 
     async def _verify(self, key: FleetKey, action: Verify) -> None:
         await self._read_weights(action.pod_uid, action.url, action.training_key)

@@ -30,6 +30,7 @@ from rolloutfleet.control.watch_health import WatchHealth
 from rolloutfleet.control.watches import Watch
 from rolloutfleet.engine.http import Http, Send
 from rolloutfleet.kube import client as kube
+from rolloutfleet.plan.failures import disruption, pod_trouble
 from rolloutfleet.plan.objects import Defaults
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ OF_OTHERS = (Watched(kube.ROLLOUT_SERVER, None), Watched(kube.NODE, None))
 MADE_BY_US = (
     Watched(kube.SERVER_GROUP, OURS),
     Watched(kube.POD, LABEL_COMPONENT),
-    Watched(kube.DEPLOYMENT, OURS),
+    Watched(kube.REPLICA_SET, OURS),
     Watched(kube.SERVICE, OURS),
     Watched(kube.ROLE, OURS),
     Watched(kube.ROLE_BINDING, OURS),
@@ -202,7 +203,7 @@ class Operator:
             self._metrics.server_seen(before, body)
         if kind == "Pod" and kind_of_event != "DELETED" and not ends(body):
             if self.term is not None:
-                self.term.soon(key)
+                (self.term.soon if troubled(body) else self.term.step)(key)
         else:
             self._enqueue(key)
             if kind == "Pod" and component_of(body) == COMPONENT_ROUTER and self.term is not None:
@@ -280,6 +281,11 @@ class Operator:
 def ends(pod: Mapping[str, Any]) -> bool:
     """It goes, or has ended: its replacement waits for nothing."""
     return "deletionTimestamp" in pod["metadata"] or (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+
+
+def troubled(pod: Mapping[str, Any]) -> bool:
+    """Something keeps it from running, or somebody is about to end it."""
+    return disruption(pod) is not None or pod_trouble(pod) is not None
 
 
 def registry_for(operator: Operator) -> kopf.OperatorRegistry:

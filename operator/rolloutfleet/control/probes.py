@@ -46,6 +46,7 @@ class Prober:
         *,
         store: FleetStore,
         enqueue: Callable[[FleetKey], None],
+        enqueue_soon: Callable[[FleetKey], None],
         engine: Callable[[str], EngineClient],
         router: Callable[[str], router.RouterClient],
         encoder: Callable[[str], EncoderClient],
@@ -53,8 +54,10 @@ class Prober:
         monotonic: Callable[[], float],
         jitter: Callable[[], float] = random.random,
     ) -> None:
+        """`enqueue_soon`: for news of which more may follow in the next moment."""
         self._store = store
         self._enqueue = enqueue
+        self._enqueue_soon = enqueue_soon
         self._engine = engine
         self._router = router
         self._encoder = encoder
@@ -237,7 +240,7 @@ class Prober:
         self._store.probes[target.uid] = after
         if after != before:
             for key in target.fleets:
-                self._enqueue(key)
+                self._enqueue_soon(key)
 
     async def _look_at_router(self, target: Target) -> float:
         uid = target.uid
@@ -253,8 +256,9 @@ class Prober:
         self._store.tables[uid] = after
         given_up = after is not None and await self._follow_registrations(uid, client, frozenset(after))
         if after != before or given_up:
+            filling = uid in self._store.table_changes or uid in self._store.registering
             for key in target.fleets:
-                self._enqueue(key)
+                (self._enqueue_soon if filling else self._enqueue)(key)
         if uid in self._store.registering or after is None or not all(worker.healthy for worker in after.values()):
             return STARTING_SECONDS
         return SETTLED_SECONDS

@@ -10,9 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rolloutfleet.plan.actions import Action, ApplyStatus, Emit, Requeue
+from rolloutfleet.api.common import EnginePhase
+from rolloutfleet.plan.actions import Action, ApplyStatus, Emit, Register, Requeue
 
 PROGRESS_SECONDS = 2.0
+PROOF_SECONDS = 0.1
+"""How long the first proofs of weights wait for those that are under way in the same group: engines that start together
+are written once, and registered together. Nothing is told to routers before it is written."""
 CROWD = 8
 MOST_PATIENCE = 2.0
 """Times as long."""
@@ -30,10 +34,11 @@ _TELLING = ("Ready", "Degraded")
 
 
 class Progress:
-    """Since when status changes have waited, by kind and name of the object."""
+    """Since when status changes have waited, by kind and name of the object, proofs apart."""
 
     def __init__(self) -> None:
         self._since: dict[tuple[str, str], float] = {}
+        self._proofs_since: dict[tuple[str, str], float] = {}
 
     def held_back(
         self,
@@ -43,34 +48,45 @@ class Progress:
         *,
         seconds: float = PROGRESS_SECONDS,
     ) -> list[Action]:
-        """The actions without statuses that can wait, and without the events about what those would have told.
+        """The actions without statuses that can wait, and without what comes after those: events about what they would
+        have told, registrations of engines whose proof they would have written.
 
         `held`: the statuses as they are, by kind and name. `now`: seconds of any clock that runs evenly. `seconds`: how
         long what is only progress waits.
         """
         waiting: set[tuple[str, str]] = set()
+        unwritten: set[str] = set()
         kept: list[Action] = []
         for action in actions:
             match action:
                 case ApplyStatus(kind=kind, name=name, status=status):
-                    place = (kind, name)
-                    rest = self._rest(place, only_progress(held.get(place, {}), status), now, seconds)
+                    before = held.get((kind, name), {})
+                    rest = self._rest((kind, name), before, status, now, seconds)
                     if rest > 0:
-                        waiting.add(place)
+                        waiting.add((kind, name))
+                        unwritten |= {engine["url"] for engine in _proved(before, status)}
                         kept.append(Requeue(seconds=rest))
                         continue
                 case Emit(kind=kind, name=name) if (kind, name) in waiting:
                     continue  # the next plan finds the same difference
+                case Register(url=url) if url in unwritten:
+                    continue
             kept.append(action)
         return kept
 
-    def _rest(self, place: tuple[str, str], progress: bool, now: float, seconds: float) -> float:
+    def _rest(
+        self, place: tuple[str, str], before: Mapping[str, Any], after: Mapping[str, Any], now: float, seconds: float
+    ) -> float:
         """Seconds that this status may still wait."""
-        if progress:
+        rest = 0.0
+        if only_progress(before, after):
             rest = self._since.setdefault(place, now) + seconds - now
-            if rest > 0:
-                return rest
+        elif only_proofs_of_some(before, after):
+            rest = self._proofs_since.setdefault(place, now) + min(PROOF_SECONDS, seconds) - now
+        if rest > 0:
+            return rest
         self._since.pop(place, None)
+        self._proofs_since.pop(place, None)
         return 0.0
 
 
@@ -84,6 +100,28 @@ def only_progress(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
     if _routable(after) < _routable(before):
         return False
     return _substance(before) == _substance(_without_first_pods(before, after))
+
+
+def only_proofs_of_some(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether beside progress nothing has happened but that weights of engines were proved, and others are about to."""
+    proved = {engine["index"] for engine in _proved(before, after)}
+    if not proved or not any(_nearly_proved(engine) for engine in after["engines"]):
+        return False
+    unproved = [{**e, "weightVersion": None} if e["index"] in proved else e for e in after["engines"]]
+    return only_progress(before, {**after, "engines": unproved, "measured": before.get("measured")})
+
+
+def _proved(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Engines of a group whose weights were not known before."""
+    engines = after.get("engines")
+    if not isinstance(engines, list):
+        return []
+    unknown = {e["index"] for e in before.get("engines") or () if e.get("weightVersion") is None}
+    return [engine for engine in engines if engine["index"] in unknown and engine.get("weightVersion") is not None]
+
+
+def _nearly_proved(engine: Mapping[str, Any]) -> bool:
+    return engine.get("phase") == EnginePhase.STARTING or engine.get("reason") == "WeightsUnproved"
 
 
 def _without_first_pods(before: Mapping[str, Any], after: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from rolloutfleet.control.executor import Executor
 from rolloutfleet.control.freshness import NotLeading, Stop
 from rolloutfleet.control.progress import PROGRESS_SECONDS, Progress, patience
 from rolloutfleet.control.store import FleetKey, FleetStore
+from rolloutfleet.control.trainer_lease import TrainerLease
 from rolloutfleet.kube.client import ApiError
 from rolloutfleet.kube.queue import WorkQueue
 from rolloutfleet.plan.actions import (
@@ -49,6 +50,7 @@ class Reconciler:
         defaults: Defaults,
         clock: Callable[[], datetime],
         looked_at: Callable[[FleetKey], bool],
+        lease: TrainerLease,
         progress_seconds: float = PROGRESS_SECONDS,
     ) -> None:
         """`looked_at`: whether the fleet's engines and routers have been asked how they are since this term began.
@@ -59,6 +61,7 @@ class Reconciler:
         self._defaults = defaults
         self._clock = clock
         self._looked_at = looked_at
+        self._lease = lease
         self._progress_seconds = progress_seconds
         self._progress: dict[FleetKey, Progress] = {}
 
@@ -68,6 +71,8 @@ class Reconciler:
             return  # an engine that nobody has asked yet is not one that does not answer
         try:
             fleet = self._store.fleet(key)
+            if fleet is not None and await self._lease.catches_up(key, fleet):
+                fleet = self._store.fleet(key)
         except ValidationError as error:
             logger.error("RolloutServer %s/%s cannot be read: %s", key.namespace, key.name, error)
             return

@@ -7,6 +7,7 @@ heals deletions that a watch never told (kopf does not report what vanished whil
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -22,6 +23,7 @@ from rolloutfleet.api.names import (
 from rolloutfleet.api.rollout_server import RolloutServer
 from rolloutfleet.api.server_group import ServerGroup
 from rolloutfleet.control.nodes import Nodes
+from rolloutfleet.control.reading import Reading
 from rolloutfleet.control.targets import FleetKey, Targets, component_of, nobody
 from rolloutfleet.plan.failures import Trouble
 from rolloutfleet.plan.objects import CHILD_KINDS
@@ -32,6 +34,7 @@ from rolloutfleet.plan.observed import (
     Worker,
     engine_pod,
     node_of,
+    on_its_node,
     pod_group,
     router_pod,
 )
@@ -42,7 +45,7 @@ logger = logging.getLogger(__name__)
 GONE_KEPT = timedelta(minutes=10)
 """Far longer than any list, event or answer is under way."""
 
-STATUS_OF_OTHERS = frozenset({"Deployment", "Service", "PodDisruptionBudget"})
+STATUS_OF_OTHERS = frozenset({"ReplicaSet", "Service", "PodDisruptionBudget"})
 """Kinds whose status changes several times while pods start."""
 
 
@@ -74,6 +77,9 @@ class FleetStore:
         self._fleets: dict[FleetKey, _Seen] = {}
         self._lease_renewals: dict[FleetKey, tuple[str, datetime]] = {}
         self._nodes = Nodes()
+        self._read_server = Reading(RolloutServer.model_validate)
+        self._read_group = Reading(_group)
+        self._read_pod = Reading(engine_pod)
         self._gone: dict[str, datetime] = {}
         """Objects that are no more, by UID: lists, events and answers that were under way may still tell of them."""
         self.gang_apis: frozenset[str] = frozenset()
@@ -88,6 +94,8 @@ class FleetStore:
         self.tables: dict[str, dict[str, Worker] | None] = {}
         self.registering: dict[str, dict[str, Registration]] = {}
         """By UID of the router's pod and URL of the worker: what was asked for and is not listed yet."""
+        self.table_changes: Counter[str] = Counter()
+        """Requests under way that change a table, by UID of the pod that keeps it."""
         self.busy: dict[str, str] = {}
         self.create_failures: dict[FleetKey, dict[str, Trouble]] = {}
         self.catch_up_failures: dict[str, str] = {}
@@ -124,7 +132,18 @@ class FleetStore:
             self.targets.saw_pod(key, body, held)
         elif kind == "RolloutServer":
             self._targets_gone(self.targets.saw_server(key, body))
-        return None if held is not None and _read(kind, held) == _read(kind, kept) else key
+        return None if held is not None and self._planned_from(kind, held) == self._planned_from(kind, kept) else key
+
+    def _planned_from(self, kind: str, kept: Mapping[str, Any]) -> Any:
+        """What plans read of an object: a pod becomes Ready, a ReplicaSet counts replicas, and nothing follows."""
+        if kind == "Pod":
+            component = component_of(kept)
+            if component == COMPONENT_ENGINE:
+                return self._read_pod(kept)
+            if component == COMPONENT_ROUTER:  # whatever its containers do, its table may be that of a new process
+                return router_pod(kept, None), (kept.get("status") or {}).get("containerStatuses")
+            return None
+        return {**kept, "metadata": {**kept["metadata"], "resourceVersion": ""}}
 
     def is_news(self, kind: str, body: Mapping[str, Any]) -> bool:
         """Whether upsert would take it."""
@@ -180,6 +199,8 @@ class FleetStore:
     def _forget(self, key: FleetKey, kind: str, held: Mapping[str, Any]) -> None:
         del self._fleets[key].objects[kind][held["metadata"]["name"]]
         uid = held["metadata"].get("uid", "")
+        for reading in (self._read_server, self._read_group, self._read_pod):
+            reading.forget(uid)
         if kind == "Pod":
             self.targets.remove(uid)
             self.probes.pop(uid, None)
@@ -256,7 +277,7 @@ class FleetStore:
         body = self.server(key)
         if body is None:
             return None
-        server = RolloutServer.model_validate(body)
+        server = self._read_server(body)
         owned = {
             kind: [child for child in self._objects(key, kind).values() if owned_by(child, server.uid)]
             for kind in CHILD_KINDS
@@ -266,10 +287,15 @@ class FleetStore:
         return Fleet(
             server=server,
             groups=tuple(
-                sorted((_group(child) for child in owned["ServerGroup"]), key=lambda group: group.metadata["name"])
+                sorted(
+                    (self._read_group(child) for child in owned["ServerGroup"]),
+                    key=lambda group: group.metadata["name"],
+                )
             ),
             engine_pods=tuple(
-                engine_pod(pod, self._nodes.states) for pod in pods if component_of(pod) == COMPONENT_ENGINE
+                on_its_node(self._read_pod(pod), self._nodes.states)
+                for pod in pods
+                if component_of(pod) == COMPONENT_ENGINE
             ),
             router_pods=tuple(
                 router_pod(
@@ -296,7 +322,7 @@ class FleetStore:
 
     def training_key(self, key: FleetKey) -> str:
         """Of the fleet as seen now: see Training.key."""
-        server = RolloutServer.model_validate(self.server(key))
+        server = self._read_server(self._objects(key, "RolloutServer")[key.name])
         leases = [lease for lease in self._objects(key, "Lease").values() if owned_by(lease, server.uid)]
         return training_of(Fleet(server=server, lease=self._lease(key, leases)), self._clock()).key
 
@@ -351,18 +377,6 @@ def trimmed(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
     if kind in STATUS_OF_OTHERS:
         kept.pop("status", None)
     return kept
-
-
-def _read(kind: str, kept: Mapping[str, Any]) -> Any:
-    """What plans read of an object: a pod becomes Ready, a Deployment counts replicas, and nothing follows from it."""
-    if kind == "Pod":
-        component = component_of(kept)
-        if component == COMPONENT_ENGINE:
-            return engine_pod(kept)
-        if component == COMPONENT_ROUTER:  # whatever its containers do, its table may be that of a new process
-            return router_pod(kept, None), (kept.get("status") or {}).get("containerStatuses")
-        return None
-    return {**kept, "metadata": {**kept["metadata"], "resourceVersion": ""}}
 
 
 __all__ = ["FleetKey", "FleetStore", "Registration", "component_of", "owned_by", "trimmed"]

@@ -70,10 +70,13 @@ class Tables:
         """Returns at once. Whatever becomes of it, the table is looked at again."""
         table = action.router_uid if isinstance(action, Register | Deregister) else action.pod_uid
         entry = _Entry(table, action.url)
+        if isinstance(action, Register) and self._is_there(entry):
+            return  # asked for by another one that was under way when this one was planned
         if entry in self._running:
             self._left_out.add(entry)
         else:
             name = f"{type(action).__name__} {entry.url}"
+            self._store.table_changes[entry.table] += 1
             self._running[entry] = asyncio.create_task(self._run(key, entry, action), name=name)
 
     async def close(self) -> None:
@@ -100,10 +103,20 @@ class Tables:
             self._enqueue_after(key, RETRY_PAUSE_SECONDS)
         finally:
             del self._running[entry]
+            self._ended(entry.table)
             if entry in self._left_out:
                 self._left_out.discard(entry)
                 self._enqueue(key)
         self._prober.look_soon(entry.table)
+
+    def _is_there(self, entry: _Entry) -> bool:
+        listed, asked_for = self._store.tables.get(entry.table) or {}, self._store.registering.get(entry.table, {})
+        return entry.url in listed or entry.url in asked_for
+
+    def _ended(self, table: str) -> None:
+        self._store.table_changes[table] -= 1
+        if self._store.table_changes[table] <= 0:
+            del self._store.table_changes[table]
 
     async def _register(self, key: FleetKey, action: Register) -> None:
         slots = self._adding.setdefault(action.router_uid, asyncio.Semaphore(ADDED_AT_ONCE))

@@ -22,6 +22,7 @@ from rolloutfleet.control.probes import Prober
 from rolloutfleet.control.reconcile import Reconciler
 from rolloutfleet.control.store import FleetKey, FleetStore
 from rolloutfleet.control.tables import Tables
+from rolloutfleet.control.trainer_lease import TrainerLease
 from rolloutfleet.control.tripwire import Tripwire
 from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.router import RouterClient
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 WORKERS = 8
 BURST_SECONDS = 0.03
+STEP_SECONDS = 0.25
+"""For what only status tells of: until then some other news of the fleet has mostly let plan."""
 LIST_AGAIN_SECONDS = 0.5
 
 
@@ -68,7 +71,8 @@ class Term:
         store.forget_what_was_done()
         self.prober = Prober(
             store=store,
-            enqueue=self.soon,
+            enqueue=self.queue.add,
+            enqueue_soon=self.soon,
             engine=engine,
             router=router,
             encoder=lambda url: EncoderClient(url, http=http),
@@ -90,7 +94,8 @@ class Term:
             prober=self.prober,
             engine=engine,
             worker=lambda url: WorkerClient(worker_url(url), http=http),
-            enqueue=self.soon,
+            enqueue=self.queue.add,
+            enqueue_soon=self.soon,
         )
         self._tables = Tables(
             api=api,
@@ -121,12 +126,17 @@ class Term:
             defaults=defaults,
             clock=clock,
             looked_at=self.prober.knows,
+            lease=TrainerLease(api=api, store=store),
             progress_seconds=progress_seconds,
         )
 
     def soon(self, key: FleetKey) -> None:
         """For what comes in bursts: the pods of a fleet start together, and their engines answer together."""
-        self.queue.add_after(key, BURST_SECONDS)
+        self.queue.add_soon(key, BURST_SECONDS)
+
+    def step(self, key: FleetKey) -> None:
+        """For pods that do what they should: they are given a node, they run, and what is next begins with a look."""
+        self.queue.add_soon(key, STEP_SECONDS)
 
     async def run(self, *, resync: Callable[[], Awaitable[None]], beside: Callable[[], Awaitable[None]]) -> None:
         """For ever; cancelled when the term ends. `beside`: what else only a leader does."""

@@ -31,7 +31,6 @@ from rolloutfleet.kube.errors import (
 )
 from rolloutfleet.kube.http import NotSent, Unanswered, Wire
 from rolloutfleet.kube.resources import (
-    DEPLOYMENT,
     DISRUPTION_BUDGET,
     EVENT,
     LEASE,
@@ -39,6 +38,7 @@ from rolloutfleet.kube.resources import (
     NODE,
     POD,
     POD_GROUPS,
+    REPLICA_SET,
     ROLE,
     ROLE_BINDING,
     ROLLOUT_SERVER,
@@ -330,7 +330,6 @@ def _parsed(text: str | bytes) -> Any:
 
 
 __all__ = [
-    "DEPLOYMENT",
     "DISRUPTION_BUDGET",
     "EVENT",
     "LEASE",
@@ -338,6 +337,7 @@ __all__ = [
     "NODE",
     "POD",
     "POD_GROUPS",
+    "REPLICA_SET",
     "ROLE",
     "ROLE_BINDING",
     "ROLLOUT_SERVER",

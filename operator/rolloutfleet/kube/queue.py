@@ -31,6 +31,7 @@ class WorkQueue(Generic[K]):
         """Dirty keys and since when, oldest first."""
         self._processing: set[K] = set()
         self._timers: dict[K, tuple[float, asyncio.TimerHandle]] = {}
+        self._soon: dict[K, tuple[float, asyncio.TimerHandle]] = {}
         self._failures: dict[K, int] = {}
         self._wake = asyncio.Event()
 
@@ -48,6 +49,21 @@ class WorkQueue(Generic[K]):
             known[1].cancel()
         handle = asyncio.get_running_loop().call_later(seconds, self._elapsed, key)
         self._timers[key] = (due, handle)
+
+    def add_soon(self, key: K, seconds: float) -> None:
+        """For news of which more may follow: whatever takes the key until then has seen these as well. The earliest of
+        several moments counts."""
+        due = self._clock() + seconds
+        known = self._soon.get(key)
+        if key in self._waiting or (known is not None and known[0] <= due):
+            return
+        if known is not None:
+            known[1].cancel()
+        self._soon[key] = due, asyncio.get_running_loop().call_later(seconds, self._soon_is_now, key)
+
+    def _soon_is_now(self, key: K) -> None:
+        del self._soon[key]
+        self.add(key)
 
     def _elapsed(self, key: K) -> None:
         self._timers.pop(key, None)
@@ -68,7 +84,7 @@ class WorkQueue(Generic[K]):
                 for _ in range(workers):
                     group.create_task(self._work(reconcile))
         finally:
-            for _, handle in self._timers.values():
+            for _, handle in (*self._soon.values(), *self._timers.values()):
                 handle.cancel()
 
     async def _work(self, reconcile: Callable[[K], Awaitable[None]]) -> None:
@@ -93,6 +109,9 @@ class WorkQueue(Generic[K]):
                 if key not in self._processing:
                     del self._waiting[key]
                     self._processing.add(key)
+                    soon = self._soon.pop(key, None)
+                    if soon is not None:
+                        soon[1].cancel()
                     return key
             self._wake.clear()
             await self._wake.wait()

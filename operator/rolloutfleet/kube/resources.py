@@ -34,7 +34,7 @@ POD = Resource("", "v1", "pods", "Pod")
 SERVICE = Resource("", "v1", "services", "Service")
 SECRET = Resource("", "v1", "secrets", "Secret")
 NODE = Resource("", "v1", "nodes", "Node", namespaced=False)
-DEPLOYMENT = Resource("apps", "v1", "deployments", "Deployment")
+REPLICA_SET = Resource("apps", "v1", "replicasets", "ReplicaSet")
 ROLE = Resource("rbac.authorization.k8s.io", "v1", "roles", "Role")
 ROLE_BINDING = Resource("rbac.authorization.k8s.io", "v1", "rolebindings", "RoleBinding")
 LEASE = Resource("coordination.k8s.io", "v1", "leases", "Lease")
@@ -59,7 +59,7 @@ _ALL = (
     NODE,
     SERVICE,
     SECRET,
-    DEPLOYMENT,
+    REPLICA_SET,
     ROLE,
     ROLE_BINDING,
     LEASE,

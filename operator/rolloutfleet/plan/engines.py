@@ -8,7 +8,7 @@ a pod can never be taken for one about its successor.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 
@@ -99,6 +99,12 @@ class EngineView:
         """Requests reach it, and it has the right weights."""
         proved = self.weights is Weights.CURRENT and self.pairing is Pairing.PROVED
         return self.answering and self.acknowledged and proved and self.fits and not (self.aside or self.lacks_encoder)
+
+    def recorded(self, **fields: object) -> EngineView:
+        """With these fields in its record; itself where they are so already, as they mostly are."""
+        if all(getattr(self.record, name) == value for name, value in fields.items()):
+            return self
+        return replace(self, record=self.record.model_copy(update=fields))
 
 
 NO_PROBE = EngineProbe(answering=False)

@@ -35,16 +35,19 @@ from rolloutfleet.plan.encoders import table_changes, with_encoders
 from rolloutfleet.plan.engines import EngineView, Weights, started_at
 from rolloutfleet.plan.external import adoptable
 from rolloutfleet.plan.groups import GroupPlan, GroupView, look_at, plan_group
-from rolloutfleet.plan.membership import Membership, membership_of, serves, table_actions, table_complete
-from rolloutfleet.plan.objects import Defaults, child_actions, disaggregated, wanted_children
-from rolloutfleet.plan.observed import Fleet, parse_time
+from rolloutfleet.plan.membership import Membership, membership_of, table_actions, takes_traffic
+from rolloutfleet.plan.objects import ROUTER_SET, Defaults, child_actions, disaggregated, wanted_children
+from rolloutfleet.plan.observed import Fleet, NodeState, parse_time
 from rolloutfleet.plan.pairing import pair_checks, with_pairing
 from rolloutfleet.plan.recovery import NODE_SILENCE, force_moments, mass_failure_of, word_due
+from rolloutfleet.plan.routers import without_early_retirements
 from rolloutfleet.plan.status import group_events, group_status, routable, server_events, server_status
 from rolloutfleet.plan.training import Training, training_of
 
 PASSING_REASONS = frozenset({"WeightsUnproved", "NotRegistered"})
 """Steps of an engine that joins; they take a moment."""
+GUARD_AFTER = timedelta(seconds=2)
+"""Engines that start together have become ready by then, as their kubelets see it."""
 DRAIN_LOOKS = timedelta(seconds=1)
 """How often an engine that finishes its requests is looked at."""
 
@@ -68,8 +71,8 @@ def plan_fleet(fleet: Fleet, *, defaults: Defaults, applied_versions: Mapping[st
     actions: list[Action] = [action for action in tables if isinstance(action, Deregister)]
 
     objects = wanted_children(fleet.server, defaults, pairs=disaggregated(fleet.server, fleet.groups))
-    objects += disruption_budgets(fleet.server, _to_be_guarded(groups, fleet, engines), training)
-    children = child_actions(fleet, objects, applied_versions)
+    objects += disruption_budgets(fleet.server, _to_be_guarded(groups, fleet, engines, now), training)
+    children = without_early_retirements(child_actions(fleet, objects, applied_versions), fleet, objects)
     actions += [action for action in children if not _can_wait(action)]
     groups_change = _groups_change(fleet, actions)
 
@@ -91,7 +94,9 @@ def plan_fleet(fleet: Fleet, *, defaults: Defaults, applied_versions: Mapping[st
     actions += pair_checks(engines, fleet.busy, training)
 
     generation = fleet.server.status.observed_generation if groups_change else fleet.server.generation
-    overall = server_status(fleet, statuses, membership, training, now, generation=generation)
+    # As the gates are after this plan: told in the next one, that a fleet is ready would wait for other objects.
+    routers = sum(takes_traffic(router, membership, engines) for router in fleet.router_pods)
+    overall = server_status(fleet, statuses, routers, training, now, generation=generation)
     if overall != fleet.server.status.model_copy(update={"training": None}):
         actions.append(_apply_status("RolloutServer", fleet.server, overall))
     for plan, status in statuses:
@@ -99,19 +104,35 @@ def plan_fleet(fleet: Fleet, *, defaults: Defaults, applied_versions: Mapping[st
     actions += server_events(fleet.server, overall)
     if not groups_change:  # else engines would wait for these objects: the next plan, which has the groups, makes them
         actions += [action for action in children if _can_wait(action)]
-    return actions + _wake_up(engines, plans, training, now)
+    return actions + _wake_up(fleet, engines, plans, training, now)
 
 
 def _can_wait(action: Action) -> bool:
-    """Objects that no engine needs to start or to serve: the trainer's rights, and what protects from evictions."""
-    return isinstance(action, Apply) and action.manifest["kind"] not in ("ServerGroup", "Deployment", "Service")
+    """Objects that no engine needs to start or to serve: the trainer's rights, what protects from evictions, and the
+    router's Service, whose address takes the API server longer than anything else. Ranks find each other by theirs."""
+    if not isinstance(action, Apply):
+        return False
+    kind, headless = action.manifest["kind"], action.manifest.get("spec", {}).get("clusterIP") == "None"
+    return kind not in ("ServerGroup", ROUTER_SET) and not (kind == "Service" and headless)
 
 
-def _to_be_guarded(groups: Sequence[ServerGroup], fleet: Fleet, engines: Sequence[EngineView]) -> list[ServerGroup]:
-    """Groups with an engine that has served. Before that a budget protects nobody, since what is not ready may be
-    evicted anyway, and its controller would write its status for each pod that is made and each that starts."""
-    served = {view.group for view in engines if any(pod.gate for pod in view.pods)}
-    return [group for group in groups if group.name in served or f"PodDisruptionBudget/{group.name}" in fleet.children]
+def _to_be_guarded(
+    groups: Sequence[ServerGroup], fleet: Fleet, engines: Sequence[EngineView], now: datetime
+) -> list[ServerGroup]:
+    """Groups with an engine that has served for a moment. Before that a budget protects nobody, since what is not ready
+    may be evicted anyway, and its controller would write its status for each pod that is made and each that starts."""
+    served = {view.group for view in engines if (since := _guard_due(view)) is not None and since <= now}
+    return [group for group in groups if group.name in served or _guarded(group.name, fleet)]
+
+
+def _guard_due(view: EngineView) -> datetime | None:
+    """When its group is to have a budget on its account."""
+    since = parse_time(view.record.serving_since)
+    return None if since is None else since + GUARD_AFTER
+
+
+def _guarded(group: str, fleet: Fleet) -> bool:
+    return f"PodDisruptionBudget/{group}" in fleet.children
 
 
 def _groups_change(fleet: Fleet, actions: Sequence[Action]) -> bool:
@@ -145,8 +166,7 @@ def _router_gates(fleet: Fleet, membership: Membership, engines: Sequence[Engine
     for router in fleet.router_pods:
         if not router.running:
             continue
-        empty = bool(engines) and not membership.wanted  # nothing to send requests to: it would be taken out again
-        complete = serves(router, membership) if router.gate else table_complete(router, membership) and not empty
+        complete = takes_traffic(router, membership, engines)
         if bool(router.gate) is complete or (router.gate and router.workers is None):
             continue  # one missed poll is no reason to take a replica out of its Service
         actions.append(
@@ -231,12 +251,14 @@ def _unsigned(view: EngineView, training: Training) -> bool:
 
 
 def _wake_up(
-    engines: Sequence[EngineView], plans: Sequence[GroupPlan], training: Training, now: datetime
+    fleet: Fleet, engines: Sequence[EngineView], plans: Sequence[GroupPlan], training: Training, now: datetime
 ) -> list[Action]:
     """The next moment at which time alone changes the plan."""
     moments = [parse_time(view.record.retry_at) for view in engines if view.pod is None]
     silences = [parse_time(view.record.silent_since) for view in engines]
+    silences += [pod.scheduled_at for view in engines for pod in view.pods if pod.node_state is NodeState.NOT_READY]
     moments += [word_due(view.record) for view in engines]
+    moments += [_guard_due(view) for view in engines if not _guarded(view.group, fleet)]
     moments += [since + NODE_SILENCE for since in silences if since is not None]
     for plan in plans:
         moments += force_moments(plan.pods, plan.group.spec.recovery)

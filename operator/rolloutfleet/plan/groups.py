@@ -242,7 +242,8 @@ def _misfit(group: ServerGroup, record: EngineStatus, probe: EngineProbe, fleet:
 def _leaving(view: EngineView, leaving: bool, group: ServerGroup, now: datetime) -> EngineView:
     ours = group.spec.external is None
     until = drain_until(view, group.spec.drain_timeout_seconds, now) if leaving and view.answering and ours else ""
-    return replace(view, leaving=leaving, record=view.record.model_copy(update={"drain_until": until}))
+    view = view if view.leaving is leaving else replace(view, leaving=leaving)
+    return view.recorded(drain_until=until)
 
 
 def _next(
@@ -280,17 +281,11 @@ def _next(
         return _reborn(view, next_life(record, failure, seen.epochs.next(), seen.group, now))
     if seen.requests.resumes(record) and not view.pods:
         record = resumed(record)
-    if view.pod is not None and complete(view.pods):
-        record = record.model_copy(
-            update={
-                "pod": view.pod.name,
-                "pod_uid": view.pod.uid,
-                "url": view.pod.url,
-                "retry_at": "",
-                **silence(view, now),
-            }
-        )
-    return replace(view, record=record)
+    view = view if record is view.record else replace(view, record=record)
+    if view.pod is None or not complete(view.pods):
+        return view
+    pod = view.pod
+    return view.recorded(pod=pod.name, pod_uid=pod.uid, url=pod.url, retry_at="", **silence(view, now))
 
 
 def _external_next(view: EngineView) -> EngineView:
@@ -385,8 +380,6 @@ def _with_phase(
         phase, reason, message = EnginePhase.PENDING, "InvalidTemplate", invalid
     holds = view.weights is Weights.CURRENT and view.pod is not None and view.role != "Encoder"
     version = training.version if holds else None
-    record = view.record.model_copy(
-        update={"phase": phase, "reason": reason, "message": message, "weight_version": version}
-    )
-    view = replace(view, record=record)
-    return replace(view, record=chronicled(view, now))
+    view = view.recorded(phase=phase, reason=reason, message=message, weight_version=version)
+    record = chronicled(view, now)
+    return view if record is view.record else replace(view, record=record)

@@ -110,6 +110,14 @@ def serves(router: RouterPod, membership: Membership) -> bool:
     )
 
 
+def takes_traffic(router: RouterPod, membership: Membership, engines: Sequence[EngineView]) -> bool:
+    """Whether its gate should be open."""
+    if router.gate:
+        return serves(router, membership)
+    empty = bool(engines) and not membership.wanted  # nothing to send requests to: it would be taken out again
+    return router.running and table_complete(router, membership) and not empty
+
+
 def deciding_routers(routers: Sequence[RouterPod]) -> list[RouterPod]:
     """Routers whose word counts: those that take traffic, or while none does, those that answer.
 

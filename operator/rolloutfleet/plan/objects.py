@@ -1,4 +1,4 @@
-"""The objects around the engines: ServerGroups, the router's Deployment and Service, the trainers' rights."""
+"""The objects around the engines: ServerGroups, the router's ReplicaSet and Service, the trainers' rights."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rolloutfleet.api.names import (
     LABEL_COMPONENT,
     LABEL_GROUP,
     LABEL_MANAGED_BY,
+    LABEL_REVISION,
     LABEL_SERVER,
     MANAGED_BY,
     RENDEZVOUS_PORT,
@@ -52,7 +53,9 @@ class Defaults:
     """Where engines and routers listen; `::` in a cluster whose pods have IPv6 addresses."""
 
 
-CHILD_KINDS = ("ServerGroup", "Deployment", "Service", "Role", "RoleBinding", "Lease", "PodDisruptionBudget")
+ROUTER_SET = "ReplicaSet"
+"""One for each template that routers have had and that still serves; its name ends with the template's digest."""
+CHILD_KINDS = ("ServerGroup", ROUTER_SET, "Service", "Role", "RoleBinding", "Lease", "PodDisruptionBudget")
 
 
 def child_actions(
@@ -80,10 +83,10 @@ def wanted_children(server: RolloutServer, defaults: Defaults, *, pairs: bool) -
     if server.spec.external is not None:
         children.append(_external_group(server, server.spec.external))
     children += [_ranks_service(server, group) for group in server.spec.groups if group.engine.nodes > 1]
-    children += [_router_service(server), _router_deployment(server, defaults, pairs=pairs)]
-    children += [_lease(server), _role(server)]
+    children += [_router_service(server), _router_replica_set(server, defaults, pairs=pairs)]
+    children.append(_lease(server))
     if server.spec.trainers.service_accounts:
-        children.append(_role_binding(server))
+        children += [_role(server), _role_binding(server)]
     return children
 
 
@@ -277,7 +280,7 @@ it gives a request up that the engine had taken; what the engine never acknowled
 Sysctls that every kubelet since 1.29 takes for safe."""
 
 
-def _router_deployment(server: RolloutServer, defaults: Defaults, *, pairs: bool) -> dict[str, Any]:
+def _router_replica_set(server: RolloutServer, defaults: Defaults, *, pairs: bool) -> dict[str, Any]:
     router = server.spec.router
     probe = {"path": "/liveness", "port": "http"}
     container = {
@@ -301,26 +304,27 @@ def _router_deployment(server: RolloutServer, defaults: Defaults, *, pairs: bool
         "securityContext": restricted(),
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
     }
+    template = {
+        "enableServiceLinks": False,
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": 200,
+        "securityContext": {"sysctls": [{"name": n, "value": v} for n, v in KEEPALIVE.items()]},
+        # Traffic only when the worker table is complete: a fresh replica knows no engine.
+        "readinessGates": [{"conditionType": GATE_ROUTABLE}],
+        "containers": [container],
+        "volumes": [{"name": "tmp", "emptyDir": {}}],
+    }
+    revision = digest(template)
+    labels = {**router_labels(server), LABEL_REVISION: revision}
+    name = f"{router_name(server.name)}-{revision}"
     return {
         "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": metadata_of(server, router_name(server.name), **{LABEL_COMPONENT: COMPONENT_ROUTER}),
+        "kind": ROUTER_SET,
+        "metadata": metadata_of(server, name, **{LABEL_COMPONENT: COMPONENT_ROUTER}),
         "spec": {
             "replicas": router.replicas,
-            "selector": {"matchLabels": router_labels(server)},
-            "template": {
-                "metadata": {"labels": {**router_labels(server), LABEL_MANAGED_BY: MANAGED_BY}},
-                "spec": {
-                    "enableServiceLinks": False,
-                    "automountServiceAccountToken": False,
-                    "terminationGracePeriodSeconds": 200,
-                    "securityContext": {"sysctls": [{"name": n, "value": v} for n, v in KEEPALIVE.items()]},
-                    # Traffic only when the worker table is complete: a fresh replica knows no engine.
-                    "readinessGates": [{"conditionType": GATE_ROUTABLE}],
-                    "containers": [container],
-                    "volumes": [{"name": "tmp", "emptyDir": {}}],
-                },
-            },
+            "selector": {"matchLabels": labels},
+            "template": {"metadata": {"labels": {**labels, LABEL_MANAGED_BY: MANAGED_BY}}, "spec": template},
         },
     }
 

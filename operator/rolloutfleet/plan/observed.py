@@ -73,6 +73,7 @@ class EnginePod:
     """The Routable condition as it stands; None if never set."""
     deletion_due: datetime | None = None
     """Of a pod that is being deleted: when its grace period ends."""
+    scheduled_at: datetime | None = None
     disruption: Trouble | None = None
     """Who ends it although it did nothing wrong."""
     node: str = ""
@@ -186,6 +187,8 @@ class RouterPod:
     """By URL, as listed by the router; None while the router does not answer."""
     registering: frozenset[str] = frozenset()
     """URLs that it has been asked to add, that are not listed yet and that it may still be working on."""
+    made_by: str = ""
+    """Name of the ReplicaSet that made it."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +234,7 @@ class Fleet:
     """Why the last catch-up failed, by pod UID."""
     lease: LeaseView = LeaseView()
     children: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Other owned objects by `Kind/name`: Deployment, Service, Role, RoleBinding."""
+    """Other owned objects by `Kind/name`: ReplicaSet, Service, Role, RoleBinding."""
     gang_apis: frozenset[str] = frozenset()
     """apiVersions of the PodGroups that the cluster knows."""
     pod_groups: Mapping[str, PodGroup] = field(default_factory=dict)
@@ -242,7 +245,7 @@ def engine_pod(pod: Mapping[str, Any], nodes: Mapping[str, bool | None] | None =
     """`nodes`: readiness of every node of the cluster; None while that is not known."""
     metadata, status = pod["metadata"], pod.get("status") or {}
     labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
-    return EnginePod(
+    found = EnginePod(
         name=metadata["name"],
         uid=metadata["uid"],
         group_uid=labels.get(LABEL_GROUP_UID, ""),
@@ -255,6 +258,7 @@ def engine_pod(pod: Mapping[str, Any], nodes: Mapping[str, bool | None] | None =
         peers=frozenset(filter(None, annotations.get(ANNOTATION_PEERS, "").split(","))),
         url=pod_url(status.get("podIP") or "", ENGINE_PORT),
         scheduled=_condition(status, "PodScheduled") is True,
+        scheduled_at=_scheduled_at(status),
         running_since=_running_since(status, ENGINE_CONTAINER),
         deleting=bool(metadata.get("deletionTimestamp")),
         deletion_due=parse_time(metadata.get("deletionTimestamp") or ""),
@@ -262,10 +266,16 @@ def engine_pod(pod: Mapping[str, Any], nodes: Mapping[str, bool | None] | None =
         trouble=pod_trouble(pod),
         gate=_condition(status, GATE_ROUTABLE),
         node=node_of(pod),
-        node_state=_node_state(node_of(pod), nodes),
         gang=gang_of_pod(metadata),
         worker=any(c["name"] == WORKER_CONTAINER for c in (pod.get("spec") or {}).get("initContainers") or []),
     )
+    return on_its_node(found, nodes)
+
+
+def on_its_node(pod: EnginePod, nodes: Mapping[str, bool | None] | None) -> EnginePod:
+    """The pod with what is known of its node now."""
+    state = _node_state(pod.node, nodes)
+    return pod if pod.node_state is state else replace(pod, node_state=state)
 
 
 def node_of(pod: Mapping[str, Any]) -> str:
@@ -312,6 +322,7 @@ def router_pod(
         gate=_condition(status, GATE_ROUTABLE),
         workers=workers,
         registering=registering,
+        made_by=next((o["name"] for o in metadata.get("ownerReferences") or [] if o.get("controller")), ""),
     )
 
 
@@ -359,6 +370,11 @@ def _condition(status: Mapping[str, Any], kind: str) -> bool | None:
         if condition.get("type") == kind:
             return bool(condition.get("status") == "True")
     return None
+
+
+def _scheduled_at(status: Mapping[str, Any]) -> datetime | None:
+    found = (c for c in status.get("conditions") or [] if c["type"] == "PodScheduled" and c["status"] == "True")
+    return next((parse_time(condition.get("lastTransitionTime") or "") for condition in found), None)
 
 
 def _running_since(status: Mapping[str, Any], container: str) -> datetime | None:

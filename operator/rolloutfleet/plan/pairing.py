@@ -33,6 +33,8 @@ def peer_revisions(role: Role, groups: Iterable[ServerGroup]) -> frozenset[str]:
 
 def with_pairing(views: Sequence[EngineView]) -> list[EngineView]:
     """The same engines, with what is known of their peers."""
+    if not any(view.role in OTHER for view in views):
+        return list(views)
     apart = _apart(views)
     marked = [replace(view, aside=(view.group, view.record.index) in apart) for view in views]
     return [replace(view, pairing=_pairing(view, marked)) for view in marked]

@@ -39,7 +39,8 @@ KUBELETS_WORD = timedelta(seconds=10)
 
 NODE_SILENCE = timedelta(seconds=10)
 """For how long an engine on a node that is not ready must have been silent itself: one missed look is not enough, and
-a kubelet that is down alone takes no engine with it."""
+a kubelet that is down alone takes no engine with it. One that never answered is silent since it has its node: news of
+nodes and of pods come apart, so that we may hear of the scheduler's choice before we hear that its node is ready."""
 
 
 DEAF = 2
@@ -88,8 +89,8 @@ def _lost_node(view: EngineView, now: datetime) -> Failure | None:
     lost = next((pod for pod in view.pods if pod.node_state is NodeState.NOT_READY), None)
     if lost is None or view.answering:
         return None
-    silent = parse_time(view.record.silent_since)
-    if view.record.started and (silent is None or now - silent < NODE_SILENCE):
+    silent = parse_time(view.record.silent_since) if view.record.started else lost.scheduled_at
+    if silent is None or now - silent < NODE_SILENCE:
         return None
     return Failure(reason="NodeNotReady", message=f"node {lost.node} is not ready, nor does it answer", pod=lost.name)
 

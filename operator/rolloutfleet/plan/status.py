@@ -21,7 +21,6 @@ from rolloutfleet.api.weight_labels import parse_label
 from rolloutfleet.plan.actions import Action, Emit
 from rolloutfleet.plan.engines import EngineView, Weights
 from rolloutfleet.plan.groups import GroupPlan
-from rolloutfleet.plan.membership import Membership, serves
 from rolloutfleet.plan.objects import places
 from rolloutfleet.plan.observed import Fleet
 from rolloutfleet.plan.recovery import ENDED
@@ -92,17 +91,17 @@ def group_status(plan: GroupPlan, training: Training, now: datetime) -> ServerGr
 def server_status(
     fleet: Fleet,
     plans: Sequence[tuple[GroupPlan, ServerGroupStatus]],
-    membership: Membership,
+    routers: int,
     training: Training,
     now: datetime,
     *,
     generation: int,
 ) -> RolloutServerStatus:
-    """All of the status but `training`, which is the agent's. `generation`: the one that the groups are of."""
+    """All of the status but `training`, which is the agent's. `routers`: those that take traffic. `generation`: the one
+    that the groups are of."""
     server = fleet.server
     everything = plans
     plans = [(plan, status) for plan, status in plans if plan.group.spec.role != "Placeholder"]
-    complete = sum(bool(router.gate) and serves(router, membership) for router in fleet.router_pods)
     engines = [view for plan, _ in plans for view in plan.engines]
     desired = sum(plan.group.spec.replicas for plan, _ in plans)
     serving = sum(status.routable for _, status in plans)
@@ -114,8 +113,8 @@ def server_status(
         failed=sum(view.record.phase is EnginePhase.FAILED for view in engines),
     )
     conditions = [
-        _ready(fleet, plans, complete, desired, serving),
-        _progressing(engines, complete, server),
+        _ready(fleet, plans, routers, desired, serving),
+        _progressing(engines, routers, server),
         _degraded(engines),
         _weights_current(engines, training),
     ]
@@ -123,7 +122,7 @@ def server_status(
         observed_generation=generation,
         conditions=_stamp(conditions, server.status.conditions, generation, now),
         router=RouterStatus(
-            url=router_url(server.name, server.namespace), replicas=len(fleet.router_pods), ready=complete
+            url=router_url(server.name, server.namespace), replicas=len(fleet.router_pods), ready=routers
         ),
         groups=tuple(
             GroupSummary(

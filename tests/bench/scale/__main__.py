@@ -22,6 +22,7 @@ from typing import Any
 
 import httpx
 
+from bench.scale import stand_in
 from bench.scale.control_plane import API, NAMESPACE, OPERATOR_NAMESPACE, REPOSITORY, STATE, ControlPlane
 from bench.scale.costs import AuditLog, cpu_seconds, peak_rss_mib, quantiles
 from bench.scale.watcher import Watcher, until
@@ -76,11 +77,12 @@ class Bench:
         self._arguments = arguments
         self._plane = plane
         self._api = api
-        self._watcher = Watcher(api)
+        self._pods = stand_in.Pods()
+        self._watcher = Watcher(api, pods_too=self._pods.saw)
         self._random = random.Random(5)
 
     async def run(self) -> dict[str, Any]:
-        self._plane.run("stand-in", sys.executable, "-B", "-m", "bench.scale.stand_in")
+        server = await stand_in.serve(self._pods)
         watches = self._watcher.start()
         result: dict[str, Any] = {}
         for scenario in SCENARIOS:
@@ -90,6 +92,7 @@ class Bench:
             if watch.done():  # every number after its end would be wrong
                 raise SystemExit(f"{watch.get_name()} has ended: {watch.exception()!r}")
             watch.cancel()
+        server.close()
         return result
 
     def _sized(self, scenario: Scenario) -> Scenario:
@@ -108,10 +111,12 @@ class Bench:
         operator = await self._start_operator()
         beside = self._beside(operator.pid)
         names = [f"f{index:04}" for index in range(scenario.fleets)]
+        self._watcher.started_after.clear()
         audit, before = AuditLog(), self._cpu_by_process()
         posted = await self._create(names, scenario)
         await until(lambda: len(self._watcher.whole) == len(names), READY_SECONDS, "every fleet whole")
         beyond = [self._watcher.whole[name] - posted[name] - FAKE_SECONDS for name in names]
+        say(f"  from bound to running: {quantiles(self._watcher.started_after)}")
         await until(self._watcher.all_ready, 60, "every pod Ready, gates and all")
         await asyncio.sleep(SETTLE_SECONDS)
         spent = {name: round(cpu - before[name], 2) for name, cpu in self._cpu_by_process().items()}

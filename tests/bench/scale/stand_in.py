@@ -1,8 +1,9 @@
-"""Answers for every engine and every router of the bench, in one process: `python -m bench.scale.stand_in`.
+"""Answers for every engine and every router of the bench.
 
 An address is a pod, and what is asked of it tells whether it is an engine or a router. As a process in a pod would, it
-knows its arguments (from a watch of pods) and forgets all with the pod: addresses are given out again. HTTP/1.1 is read
-by hand, since thousands of engines are asked every few seconds and the machine should be the operator's.
+knows its arguments (from the harness's watch of pods: a watch of its own would cost half of its CPU) and forgets all
+with the pod: addresses are given out again. HTTP/1.1 is read by hand, since thousands of engines are asked every few
+seconds and the machine should be the operator's.
 """
 
 from __future__ import annotations
@@ -12,9 +13,6 @@ import json
 from collections.abc import Awaitable
 from typing import Any
 
-from bench.scale.control_plane import NAMESPACE, credentials
-from rolloutfleet.api.names import LABEL_COMPONENT
-from rolloutfleet.control.watches import Watch
 from rolloutfleet.kube import client as kube
 
 PORT = 30000
@@ -47,10 +45,6 @@ class Pods:
         self._labels: dict[str, asyncio.Future[str]] = {}
         self._tables: dict[str, dict[str, dict[str, Any]]] = {}
         self._last_id = 0
-
-    def listed(self, pods: kube.Listed) -> None:
-        for pod in pods.items:
-            self.saw("ADDED", pod)
 
     def saw(self, kind: str, pod: kube.Object) -> None:
         address = (pod.get("status") or {}).get("podIP")
@@ -123,22 +117,5 @@ class Connection(asyncio.Protocol):
         self._transport.write(await text)
 
 
-async def serve() -> None:
-    pods = Pods()
-    server = await asyncio.get_running_loop().create_server(lambda: Connection(pods), "0.0.0.0", PORT, backlog=4096)
-    watch = Watch(
-        api=kube.KubeApi(credentials("admin")),
-        resource=kube.POD,
-        namespace=NAMESPACE,
-        selector=LABEL_COMPONENT,
-        keep=lambda pod: pod,
-        listed=pods.listed,
-        saw=pods.saw,
-    )
-    async with asyncio.TaskGroup() as group:
-        group.create_task(server.serve_forever())
-        group.create_task(watch.run())
-
-
-if __name__ == "__main__":
-    asyncio.run(serve())
+async def serve(pods: Pods) -> asyncio.Server:
+    return await asyncio.get_running_loop().create_server(lambda: Connection(pods), "0.0.0.0", PORT, backlog=4096)

@@ -16,8 +16,10 @@ POLL_SECONDS = 0.02
 
 
 class Watcher:
-    def __init__(self, api: kube.KubeApi) -> None:
+    def __init__(self, api: kube.KubeApi, *, pods_too: Callable[[str, kube.Object], None]) -> None:
+        """`pods_too`: is told the type and object of each event of a pod as well."""
         self._api = api
+        self._pods_too = pods_too
         self.whole: dict[str, float] = {}
         """Fleets whose own status says that every engine serves, and since when."""
         self.known: set[str] = set()
@@ -26,6 +28,8 @@ class Watcher:
         """By fleet and UID."""
         self.made: dict[str, list[tuple[float, str]]] = defaultdict(list)
         """By fleet: when a pod of an engine appeared, and its UID."""
+        self.started_after: list[float] = []
+        """Of each pod that ran: seconds since it was bound."""
 
     def start(self) -> list[asyncio.Task[None]]:
         return [
@@ -61,6 +65,7 @@ class Watcher:
             self.whole.pop(name, None)
 
     def _saw_pod(self, moment: float, kind: str, body: kube.Object) -> None:
+        self._pods_too(kind, body)
         metadata = body["metadata"]
         labels, uid = metadata.get("labels") or {}, metadata["uid"]
         fleet = labels.get(LABEL_SERVER, "")
@@ -69,8 +74,15 @@ class Watcher:
             return
         if uid not in self.pods[fleet] and labels.get(LABEL_COMPONENT) == COMPONENT_ENGINE:
             self.made[fleet].append((moment, uid))
+        known = self.pods[fleet].get(uid, {})
+        bound, running = "nodeName" in body["spec"], bool((body.get("status") or {}).get("podIP"))
+        bound_at = known.get("bound_at") or (moment if bound else None)
+        if running and bound_at is not None and not known.get("running"):
+            self.started_after.append(moment - bound_at)
         self.pods[fleet][uid] = {
             "name": metadata["name"],
+            "bound_at": bound_at,
+            "running": running,
             "engine": labels.get(LABEL_COMPONENT) == COMPONENT_ENGINE,
             "going": "deletionTimestamp" in metadata,
             "ready": any(

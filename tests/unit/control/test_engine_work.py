@@ -63,6 +63,7 @@ def scene(story: Callable[[Engine, FleetStore, Perform], Awaitable[None]]) -> No
                 engine=lambda url: EngineClient(url, http=http),
                 worker=lambda url: WorkerClient(url, http=http),
                 enqueue=lambda _: told.set(),
+                enqueue_soon=lambda _: told.set(),
             )
 
             async def perform(action: Work) -> None:

@@ -177,6 +177,7 @@ def prober_of(store: FleetStore, engines: Engines, enqueue: Callable[[FleetKey],
     return Prober(
         store=store,
         enqueue=enqueue,
+        enqueue_soon=enqueue,
         engine=cast("Callable[[str], EngineClient]", engines),
         router=cast("Callable[[str], RouterClient]", engines),
         encoder=cast("Callable[[str], EncoderClient]", engines),

@@ -66,6 +66,7 @@ class Scene:
                 prober = Prober(
                     store=self.store,
                     enqueue=self.told.append,
+                    enqueue_soon=self.told.append,
                     engine=lambda _: EngineClient(machine.url, http=http),
                     router=lambda _: RouterClient(machine.url, http=http),
                     encoder=lambda _: EncoderClient(machine.url, http=http),

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from rolloutfleet.control.progress import PROGRESS_SECONDS, Progress, only_progress, patience
-from rolloutfleet.plan.actions import Action, ApplyStatus, CreatePod, Emit, Requeue
+from rolloutfleet.control.progress import PROGRESS_SECONDS, PROOF_SECONDS, Progress, only_progress, patience
+from rolloutfleet.plan.actions import Action, ApplyStatus, CreatePod, Emit, Register, Requeue
+from rolloutfleet.plan.observed import WorkerKind
 
 NOW = 1000.0
 ENGINE = {
@@ -164,3 +165,65 @@ def test_a_busy_operator_tells_of_progress_later_but_tells() -> None:
     changed = statuses(group({"phase": "Starting"}))
     progress.held_back(changed, held, NOW, seconds=10)
     assert progress.held_back(changed, held, NOW + 3, seconds=2) == changed, "the crowd has gone"
+
+
+def proofs(*versions: int | None, under_way: str = "WeightsUnproved") -> dict[str, Any]:
+    """A status of engines that all answer; those without a version wait with this reason."""
+    engines = [
+        {
+            **ENGINE,
+            "index": index,
+            "phase": "Stale",
+            "reason": "NotRegistered" if version is not None else under_way,
+            "url": f"http://10.0.0.{index}:30000",
+            **({"weightVersion": version} if version is not None else {}),
+        }
+        for index, version in enumerate(versions)
+    ]
+    measured = [{"revision": "r", "version": 0, "checksum": "c"}] if any(v is not None for v in versions) else []
+    return {**copy.deepcopy(GROUP), "engines": engines, "measured": measured}
+
+
+def registrations(after: dict[str, Any]) -> list[Action]:
+    to_add = [
+        Register(router="r", router_uid="r", router_url="", url=engine["url"], kind=WorkerKind(), training_key="")
+        for engine in after["engines"]
+        if "weightVersion" in engine
+    ]
+    return [ApplyStatus(kind="ServerGroup", name="g", uid="u", status=after), *to_add]
+
+
+def test_first_proofs_wait_for_those_under_way_and_no_router_is_told_before_they_are_written() -> None:
+    progress, held = Progress(), {("ServerGroup", "g"): proofs(None, None)}
+    some = registrations(proofs(0, None))
+    assert kinds(progress.held_back(some, held, NOW)) == ["Requeue"]
+    assert kinds(progress.held_back(some, held, NOW + PROOF_SECONDS / 2)) == ["Requeue"]
+    every = registrations(proofs(0, 0))
+    assert progress.held_back(every, held, NOW + PROOF_SECONDS / 2) == every
+
+
+def test_proofs_wait_a_tenth_of_a_second_at_most_however_long_progress_has_waited() -> None:
+    progress, held = Progress(), {("ServerGroup", "g"): proofs(None, None)}
+    progress.held_back(statuses(proofs(None, None)), held, NOW - 1)
+    some = registrations(proofs(0, None))
+    assert kinds(progress.held_back(some, held, NOW)) == ["Requeue"]
+    assert progress.held_back(some, held, NOW + PROOF_SECONDS + 0.01) == some
+
+
+@pytest.mark.parametrize("under_way", ["ErrImagePull", "WeightsBehind"])
+def test_proofs_do_not_wait_for_engines_that_will_not_be_proved_in_a_moment(under_way: str) -> None:
+    some = registrations(proofs(0, None, under_way=under_way))
+    assert Progress().held_back(some, {("ServerGroup", "g"): proofs(None, None, under_way=under_way)}, NOW) == some
+
+
+def test_engines_that_were_proved_before_are_registered_while_proofs_of_others_wait() -> None:
+    held = {("ServerGroup", "g"): proofs(0, None, None)}
+    actions = Progress().held_back(registrations(proofs(0, 0, None)), held, NOW)
+    assert [action.url for action in actions if isinstance(action, Register)] == ["http://10.0.0.0:30000"]
+
+
+def test_another_engines_end_does_not_wait_with_the_proofs() -> None:
+    held = {("ServerGroup", "g"): proofs(None, None, None)}
+    after = proofs(0, None, None)
+    after["engines"][2] |= {"epoch": 2, "podUid": "", "restarts": 1}
+    assert Progress().held_back(registrations(after), held, NOW) == registrations(after)

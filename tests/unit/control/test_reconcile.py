@@ -14,9 +14,11 @@ from rolloutfleet.control.executor import Executor
 from rolloutfleet.control.freshness import Stop
 from rolloutfleet.control.reconcile import IN_FLIGHT, Reconciler
 from rolloutfleet.control.store import FleetKey, FleetStore
+from rolloutfleet.control.trainer_lease import TrainerLease
 from rolloutfleet.kube.client import ApiError
 from rolloutfleet.kube.queue import WorkQueue
 from rolloutfleet.plan.actions import Action, ApplyStatus, CreatePod, DeletePod, Deregister, Verify
+from unit.control.cluster import Client, Cluster
 from unit.plan.world import DEFAULTS, rollout_server
 
 KEY = FleetKey("rl", "qwen")
@@ -81,6 +83,7 @@ def perform(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[Action], Hand
                 defaults=DEFAULTS,
                 clock=lambda: datetime.now(UTC),
                 looked_at=lambda _: True,
+                lease=TrainerLease(api=Client(Cluster(), "a"), store=store),
             )
             await reconcile(KEY)
             return queue

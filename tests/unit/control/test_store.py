@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 from rolloutfleet.api.rollout_server import RolloutServer
 from rolloutfleet.control.operator import Operator
+from rolloutfleet.control.reading import Reading
 from rolloutfleet.control.store import FleetKey, FleetStore
 from rolloutfleet.plan.actions import Apply
 from rolloutfleet.plan.objects import wanted_children
@@ -69,10 +71,10 @@ def test_what_is_applied_is_planned_for_although_its_watch_event_is_no_news() ->
 
 def test_what_plans_do_not_read_of_an_object_is_kept_and_is_no_news() -> None:
     store = FleetStore(clock=lambda: START)
-    engine, deployment = pod("engine", 5), pod("router", 5)
+    engine, routers = pod("engine", 5), pod("router", 5)
     engine["metadata"]["labels"]["rolloutfleet.dev/component"] = "engine"
     assert store.upsert("Pod", {**engine, "status": {"conditions": []}}) == KEY
-    assert store.upsert("Deployment", {**deployment, "spec": {"replicas": 1}, "status": {}}) == KEY
+    assert store.upsert("ReplicaSet", {**routers, "spec": {"replicas": 1}, "status": {}}) == KEY
 
     def later(body: dict[str, Any], **changed: Any) -> dict[str, Any]:
         return {**body, "metadata": {**body["metadata"], "resourceVersion": "6"}, **changed}
@@ -80,18 +82,35 @@ def test_what_plans_do_not_read_of_an_object_is_kept_and_is_no_news() -> None:
     ready = {"conditions": [{"type": "Ready", "status": "True"}]}
     assert store.upsert("Pod", later(engine, status=ready)) is None
     assert (store.object(KEY, "Pod", "engine") or {})["status"] == ready
-    assert store.upsert("Deployment", later(deployment, spec={"replicas": 1}, status={"replicas": 1})) is None
-    assert (store.object(KEY, "Deployment", "router") or {})["metadata"]["resourceVersion"] == "6"
+    assert store.upsert("ReplicaSet", later(routers, spec={"replicas": 1}, status={"replicas": 1})) is None
+    assert (store.object(KEY, "ReplicaSet", "router") or {})["metadata"]["resourceVersion"] == "6"
 
 
 def test_what_plans_read_is_news() -> None:
     store = FleetStore(clock=lambda: START)
-    engine, deployment = pod("engine", 5), pod("router", 5)
+    engine, routers = pod("engine", 5), pod("router", 5)
     engine["metadata"]["labels"]["rolloutfleet.dev/component"] = "engine"
     store.upsert("Pod", {**engine, "status": {}})
-    store.upsert("Deployment", {**deployment, "spec": {"replicas": 1}})
+    store.upsert("ReplicaSet", {**routers, "spec": {"replicas": 1}})
     gated = {"conditions": [{"type": "rolloutfleet.dev/Routable", "status": "True"}]}
     metadata = {"metadata": {**engine["metadata"], "resourceVersion": "6"}}
     assert store.upsert("Pod", {**metadata, "status": gated}) == KEY
-    metadata = {"metadata": {**deployment["metadata"], "resourceVersion": "6"}}
-    assert store.upsert("Deployment", {**metadata, "spec": {"replicas": 2}}) == KEY
+    metadata = {"metadata": {**routers["metadata"], "resourceVersion": "6"}}
+    assert store.upsert("ReplicaSet", {**metadata, "spec": {"replicas": 2}}) == KEY
+
+
+def test_each_version_of_an_object_is_read_once() -> None:
+    read: list[str] = []
+
+    def read_it(body: Mapping[str, Any]) -> str:
+        read.append(body["metadata"]["resourceVersion"])
+        return str(body["value"])
+
+    reading = Reading(read_it)
+    first = {"metadata": {"uid": "u", "resourceVersion": "1"}, "value": "a"}
+    second = {"metadata": {"uid": "u", "resourceVersion": "2"}, "value": "b"}
+    assert [reading(body) for body in (first, first, second, second)] == ["a", "a", "b", "b"]
+    assert read == ["1", "2"]
+    reading.forget("u")
+    reading(second)
+    assert read == ["1", "2", "2"]

@@ -112,6 +112,7 @@ class Scene:
         self.prober = Prober(
             store=self.store,
             enqueue=self.again.append,
+            enqueue_soon=self.again.append,
             engine=lambda url: EngineClient(url, http=http),
             router=client,
             encoder=lambda url: EncoderClient(url, http=http),
@@ -217,6 +218,25 @@ def test_a_removal_names_the_entry_that_was_seen_and_the_table_is_read_again_at_
         assert router.asked("DELETE") == [f"/workers/id-{URL}"]
         await scene.until(lambda: scene.store.tables["router-0"] == {})
         assert KEY in scene.again
+
+    run(scenario)
+
+
+def test_a_worker_is_asked_for_once_although_a_plan_from_before_asks_for_it_again() -> None:
+    async def scenario(scene: Scene) -> None:
+        router = scene.routers[0]
+        router.stuck = True
+        scene.start(add(0))
+        await scene.until(lambda: scene.waiting() == {URL})
+        scene.start(add(0))
+        router.stuck = False
+        router.lists(URL)
+        scene.prober.look_soon("router-0")
+        await scene.until(lambda: URL in (scene.store.tables["router-0"] or {}))
+        scene.start(add(0))
+        await asyncio.sleep(0)
+        await scene.until(lambda: not scene.store.table_changes)
+        assert len(router.asked("POST")) == 1
 
     run(scenario)
 

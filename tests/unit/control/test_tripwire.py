@@ -180,6 +180,7 @@ def test_an_end_that_is_heard_during_a_look_is_not_forgotten_for_what_the_look_s
         prober = Prober(
             store=fixture.store,
             enqueue=fixture.enqueued.append,
+            enqueue_soon=fixture.enqueued.append,
             engine=lambda url: cast(EngineClient, Dying()),
             router=nobody,
             encoder=nobody,

@@ -279,3 +279,76 @@ def test_a_later_moment_really_comes() -> None:
         await worked(queue, reconcile, story)
 
     asyncio.run(scenario())
+
+
+def test_news_that_may_be_followed_by_more_are_seen_by_whatever_takes_the_key_first() -> None:
+    async def scenario() -> None:
+        queue: WorkQueue[str] = WorkQueue()
+        done: list[str] = []
+        later = asyncio.Event()
+
+        async def reconcile(key: str) -> None:
+            done.append(key)
+            if key == "b":
+                later.set()
+
+        async def news() -> None:
+            queue.add_soon("a", 0.02)
+            queue.add_soon("b", 0.02)
+            queue.add("a")
+            await idle()
+            assert done == ["a"], "at once"
+            await later.wait()
+            await idle()
+            assert done == ["a", "b"], "once each"
+
+        await worked(queue, reconcile, news)
+
+    asyncio.run(scenario())
+
+
+def test_news_that_wait_for_less_do_not_wait_for_those_that_wait_for_more() -> None:
+    async def scenario() -> None:
+        queue: WorkQueue[str] = WorkQueue()
+        done: list[str] = []
+        worked_on = asyncio.Event()
+
+        async def reconcile(key: str) -> None:
+            done.append(key)
+            worked_on.set()
+
+        async def news() -> None:
+            queue.add_soon("a", 3600)
+            queue.add_soon("a", 0.001)
+            queue.add_soon("a", 3600)
+            await worked_on.wait()
+            await idle()
+            assert done == ["a"]
+
+        await worked(queue, reconcile, news)
+
+    asyncio.run(scenario())
+
+
+def test_news_of_a_key_that_is_being_worked_on_have_it_worked_on_once_more() -> None:
+    async def scenario() -> None:
+        queue: WorkQueue[str] = WorkQueue()
+        begun, gate, again = 0, asyncio.Event(), asyncio.Event()
+
+        async def reconcile(_: str) -> None:
+            nonlocal begun
+            begun += 1
+            if begun == 2:
+                again.set()
+            await gate.wait()
+
+        async def news() -> None:
+            queue.add("a")
+            await idle()
+            queue.add_soon("a", 0.001)
+            gate.set()
+            await again.wait()
+
+        await worked(queue, reconcile, news)
+
+    asyncio.run(scenario())

@@ -206,7 +206,7 @@ def test_12_nothing_that_the_operator_makes_has_a_finalizer() -> None:
                     kinds.add(action.manifest["kind"])
                 world.perform(action)
             world.run_pods()
-    assert kinds >= {"Pod", "PodGroup", "ServerGroup", "Deployment", "Service", "Lease", "PodDisruptionBudget"}
+    assert kinds >= {"Pod", "PodGroup", "ServerGroup", "ReplicaSet", "Service", "Lease", "PodDisruptionBudget"}
 
 
 @pytest.mark.parametrize("how", ["evicted", "deleted", "preempted"])
@@ -386,7 +386,8 @@ def test_28_what_is_taken_out_of_a_spec_is_removed_with_all_that_belongs_to_it()
     del world.server["spec"]["trainers"]
     world.server["spec"]["router"]["replicas"] = 1
     world.settle()
-    assert made - set(world.children) == gone | {"RoleBinding/qwen-trainer", "PodDisruptionBudget/qwen-router"}
+    rights = {"Role/qwen-trainer", "RoleBinding/qwen-trainer"}
+    assert made - set(world.children) == gone | rights | {"PodDisruptionBudget/qwen-router"}
     assert {name.rsplit("-", 3)[0] for name in world.pods} == {"qwen-main"}
     assert len(world.listed()) == 1
 

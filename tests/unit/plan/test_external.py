@@ -191,7 +191,7 @@ def test_external_engines_alone_can_be_a_pair() -> None:
         ONE: ("prefill", 9998),
         TWO: ("decode", None),
     }
-    words = world.children["Deployment/qwen-router"]["spec"]["template"]["spec"]["containers"][0]["args"]
+    words = world.router_set()["spec"]["template"]["spec"]["containers"][0]["args"]
     assert "--pd-disaggregation" in words
 
 

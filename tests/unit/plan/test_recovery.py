@@ -234,9 +234,41 @@ def test_an_engine_whose_node_is_lost_is_replaced_at_once_and_its_pod_does_not_s
     assert record(world)["failuresInRow"] == 0
 
 
+def test_an_engine_that_was_just_given_a_node_is_not_taken_from_it_by_late_news_of_the_node() -> None:
+    world = World(rollout_server(replicas=1))
+    world.nodes = {"node-0": False}
+    while not world.pods:
+        step(world)
+    world.run_pods()
+    (pod,) = world.pods
+    world.silent.add(world.uid(pod))
+    step(world, 5)
+    assert len(world.created) == 1, "who scheduled it knew better"
+    world.nodes["node-0"] = True
+    step(world, 100)
+    world.nodes["node-0"] = False
+    step(world)
+    assert len(world.created) == 2
+    assert record(world)["lastFailure"]["reason"] == "NodeNotReady"
+
+
+def test_an_engine_that_never_answered_on_a_node_that_is_lost_is_replaced_when_its_silence_is_long_enough() -> None:
+    world = World(rollout_server(replicas=1))
+    world.nodes = {"node-0": False}
+    while not world.pods:
+        step(world)
+    world.run_pods()
+    (pod,) = world.pods
+    world.silent.add(world.uid(pod))
+    (requeue,) = [action for action in world.plan() if isinstance(action, Requeue)]
+    assert requeue.seconds < 11
+    step(world, 11)
+    assert record(world)["lastFailure"]["reason"] == "NodeNotReady"
+
+
 def test_routers_give_up_what_they_asked_of_a_lost_machine_within_a_minute() -> None:
     world = world_with()
-    pod = world.children["Deployment/qwen-router"]["spec"]["template"]["spec"]
+    pod = world.router_set()["spec"]["template"]["spec"]
     sysctls = {entry["name"]: int(entry["value"]) for entry in pod["securityContext"]["sysctls"]}
     asks, again = sysctls["net.ipv4.tcp_keepalive_probes"], sysctls["net.ipv4.tcp_keepalive_intvl"]
     assert 30 + asks * again < 60, "sglang-router's own idle time is 30 s"

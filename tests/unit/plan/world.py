@@ -412,7 +412,8 @@ class World:
                 status["phase"] = "Running"
                 pod["spec"]["nodeName"] = f"node-{engine_pod(pod).index}"
                 status["podIP"] = f"10.0.{serial // 250}.{serial % 250 + 1}"
-                status["conditions"].append({"type": "PodScheduled", "status": "True"})
+                scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": _stamp(self.now)}
+                status["conditions"].append(scheduled)
                 status["containerStatuses"] = [
                     {"name": "engine", "state": {"running": {"startedAt": _stamp(self.now)}}}
                 ]
@@ -560,6 +561,10 @@ class World:
     def ready(self) -> tuple[str, str]:
         condition = next(c for c in self.server["status"]["conditions"] if c["type"] == "Ready")
         return condition["status"], condition["reason"]
+
+    def router_set(self) -> dict[str, Any]:
+        (found,) = (child for key, child in self.children.items() if key.startswith("ReplicaSet/"))
+        return found
 
     def uid(self, pod: str) -> str:
         return str(self.pods[pod]["metadata"]["uid"])
