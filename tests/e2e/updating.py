@@ -22,6 +22,7 @@ from e2e.fleets import (
     label_for,
     label_of,
     paused,
+    rollout_server,
 )
 from e2e.load import PROMPTS
 from e2e.support import Kubectl, eventually
@@ -182,13 +183,18 @@ def restored(space: Kubectl, trainer: Trainer, version: int, tokens: Any, *, sec
     eventually(lambda: trainer(GREEDY), 120, "samples are those of its weights", accept=lambda seen: seen == tokens)
 
 
+def scale(space: Kubectl, replicas: int) -> None:
+    space.apply(rollout_server(SERVER, replicas=replicas, service_accounts=("trainer",)))
+
+
 def settled(space: Kubectl, trainer: Trainer) -> int:
-    """m0 is served from a checkpoint, by both engines."""
+    """m0 is served from a checkpoint, by two engines."""
+    scale(space, 2)
     eventually(
         lambda: [(engine["phase"], engine["reason"]) for engine in engines(space, f"{SERVER}-main")],
         START_SECONDS,
         "both engines can take part in an update",
-        accept=lambda seen: all(one in (("Serving", ""), ("Stale", "AwaitingUpdate")) for one in seen),
+        accept=lambda seen: len(seen) == 2 and {*seen} <= {("Serving", ""), ("Stale", "AwaitingUpdate")},
     )
     version: int = trainer("fleet.update_weights('/weights/m0', timeout=120)")["version"]
     await_routable(space, SERVER, 2, seconds=60)
