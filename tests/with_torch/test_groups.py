@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import unittest
@@ -91,6 +92,19 @@ class Environment(unittest.TestCase):
                 require_matching_nccl()
 
 
+ENDING = """
+import torch
+from rolloutfleet.trainer.groups import Groups
+groups = Groups()
+print(groups.open("it", seconds=60.0), flush=True)
+groups.joining("it", "group-it", ranks=1, backend="gloo", seconds=60.0).result()
+print("joined", flush=True)
+input()
+groups.broadcasting(torch.zeros(1 << 24, dtype=torch.uint8), seconds=600.0)
+print("ends", flush=True)
+"""
+
+
 class Peers(unittest.TestCase):
     def setUp(self) -> None:
         holder = tempfile.TemporaryDirectory()
@@ -109,6 +123,26 @@ class Peers(unittest.TestCase):
         joining = [self.groups.joining(uid, f"group-{uid}", ranks=1, backend="gloo", seconds=60.0) for uid in uids]
         for each in joining:
             each.result(timeout=60.0)
+
+    def test_a_trainer_that_ends_beside_an_engine_that_dies_ends_well(self) -> None:
+        trainer = subprocess.Popen(
+            [sys.executable, "-c", ENDING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.addCleanup(trainer.wait)
+        self.addCleanup(trainer.kill)
+        assert trainer.stdin is not None and trainer.stdout is not None
+        self.addCleanup(trainer.stdin.close)
+        self.addCleanup(trainer.stdout.close)
+        port = trainer.stdout.readline().strip()
+        engine = Process([sys.executable, "-c", ENGINE, port, "group-it"], log=self.folder / "it")
+        self.addCleanup(engine.kill)
+        self.assertEqual(trainer.stdout.readline(), "joined\n")
+        engine.signal(signal.SIGSTOP)
+        trainer.stdin.write("\n")
+        trainer.stdin.flush()
+        self.assertEqual(trainer.stdout.readline(), "ends\n")
+        engine.kill()
+        self.assertEqual(trainer.wait(30), 0)
 
     def test_an_engine_that_hangs_keeps_neither_the_sender_nor_another_engine(self) -> None:
         well, hanging = self.engine("well"), self.engine("hanging")

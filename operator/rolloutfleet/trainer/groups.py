@@ -101,8 +101,9 @@ class Groups:
         """By engine's UID."""
         self._stores: dict[str, Any] = {}
         """They answer ranks that join, so they live as long as their group."""
-        self._ending: list[Future[None]] = []
-        weakref.finalize(self, _end_at_exit, self._whole)
+        self._threads: set[Future[None]] = set()
+        """In torch's code: a process that ends beside one of them ends by a signal, whatever it has done."""
+        weakref.finalize(self, _end_at_exit, self._whole, self._threads)
 
     def names(self, backend: Backend) -> dict[str, str]:
         return {uid: group.name for uid, group in self._whole.items() if group.backend == backend}
@@ -128,7 +129,7 @@ class Groups:
             if self._stores.get(uid) is opened:  # else it has been given up meanwhile
                 self._whole[uid] = group
 
-        return _in_thread(join, f"joins {name}")
+        return self._noted(_in_thread(join, f"joins {name}"))
 
     def broadcasting(self, flat: torch.Tensor, *, seconds: float) -> dict[str, Future[None]]:
         """Send to every engine at once; done when it has been sent. The next one may be sent before that."""
@@ -138,7 +139,12 @@ class Groups:
         if flat.is_cuda:
             made = torch.cuda.Event()
             made.record(torch.cuda.current_stream(flat.device))
-        return {uid: group.sending(flat, made, seconds=seconds) for uid, group in self._whole.items()}
+        return {uid: self._noted(group.sending(flat, made, seconds=seconds)) for uid, group in self._whole.items()}
+
+    def _noted(self, thread: Future[None]) -> Future[None]:
+        self._threads.add(thread)
+        thread.add_done_callback(self._threads.discard)
+        return thread
 
     def abort(self, uid: str) -> None:
         """Forget the group with an engine that is no more, or is stuck. NCCL ends what waits in it; gloo's end of it
@@ -150,8 +156,7 @@ class Groups:
         group.given_up = True
         if group.backend == "nccl":
             # In a thread: an abort waits for a communicator that is being made.
-            self._ending = [each for each in self._ending if not each.done()]
-            self._ending.append(_in_thread(group.end.abort, "aborts a group"))
+            self._noted(_in_thread(group.end.abort, "aborts a group"))
 
     def keep(self, uids: Mapping[str, str]) -> None:
         """Abort all groups but these (name by UID): those engines are gone."""
@@ -160,16 +165,17 @@ class Groups:
                 self.abort(uid)
 
     def close(self) -> None:
-        """Waits for NCCL, though not for ever: a process that ends beside it ends by a signal."""
+        """Waits for what is still under way, though not for ever."""
         self.keep({})
-        wait(self._ending, timeout=CLOSE_SECONDS)
+        wait(list(self._threads), timeout=CLOSE_SECONDS)
 
 
-def _end_at_exit(whole: dict[str, Group]) -> None:
+def _end_at_exit(whole: dict[str, Group], threads: set[Future[None]]) -> None:
     for group in whole.values():
         if group.backend == "nccl":
             group.end.abort()
     whole.clear()
+    wait(list(threads), timeout=CLOSE_SECONDS)
 
 
 def _end(store: Any, name: str, *, size: int, backend: Backend, seconds: float) -> Any:
