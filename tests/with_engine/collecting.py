@@ -50,6 +50,15 @@ def running(arguments: Sequence[str], log: Path, **environment: str) -> Iterator
 
 
 @contextlib.contextmanager
+def started(server: Server, runner: asyncio.Runner) -> Iterator[Server]:
+    try:
+        runner.run(server.start())
+        yield server
+    finally:
+        server.end()
+
+
+@contextlib.contextmanager
 def router(folder: Path, *engines: str) -> Iterator[str]:
     """Its URL, once it sends requests to all of them."""
     port, url = free_port(), ""

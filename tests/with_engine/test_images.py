@@ -80,11 +80,8 @@ RED, BLUE, WHITE = (255, 0, 0), (0, 64, 255), (255, 255, 255)
 def sighted(tmp_path_factory: pytest.TempPathFactory, http: Http, runner: asyncio.Runner) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("engine")
     server = Server(folder, place("MODELS"), http, *FLOAT32, model="vl", sees=True)
-    try:
-        runner.run(server.start())
+    with collecting.started(server, runner) as server:
         yield server
-    finally:
-        server.end()
 
 
 @pytest.fixture(scope="module")

@@ -32,11 +32,8 @@ SOME = 8 * N * len(PROMPTS)
 def float32(tmp_path_factory: pytest.TempPathFactory, http: Http, runner: asyncio.Runner) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("engine")
     server = Server(folder, place("MODELS"), http, *FLOAT32)
-    try:
-        runner.run(server.start())
+    with collecting.started(server, runner) as server:
         yield server
-    finally:
-        server.end()
 
 
 @pytest.fixture(scope="module")

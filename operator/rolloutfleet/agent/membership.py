@@ -198,9 +198,6 @@ class Fleet:
         """Those that have the weights that a trainer updates: encoders hold the vision tower alone."""
         return [(group, engine) for group, engine in self.engines() if group.spec.role not in APART]
 
-    def trained_urls(self) -> list[str]:
-        return [engine.url for _, engine in self.trained_engines() if engine.url]
-
     def routable_urls(self) -> list[str]:
         """Of engines that take requests by themselves: a prefill or a decode engine needs the router's pairing."""
         return [

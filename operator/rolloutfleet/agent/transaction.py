@@ -48,6 +48,10 @@ Step = Callable[[Participant, EngineClient, float], Coroutine[Any, Any, None]]
 Check = Callable[[], Coroutine[Any, Any, None]]
 
 
+async def nothing_more() -> None:
+    """A Check."""
+
+
 class Transaction:
     """One update. Its methods are called in the order of their definition, `settle` in any case."""
 
@@ -204,7 +208,7 @@ class Transaction:
             logger.warning("%s falls out of the update: %s", participant.pod, why)
 
     async def settle(
-        self, *, sent_bytes: int = 0, abandoned: AgentError | None = None, last_check: Check | None = None
+        self, *, sent_bytes: int = 0, abandoned: AgentError | None = None, last_check: Check = nothing_more
     ) -> UpdateResult:
         """`last_check`: done while engines compute their checksums; engines may fall out of it.
 
@@ -269,7 +273,7 @@ class Transaction:
 
     # How it ends
 
-    async def _looks(self, last_check: Check | None) -> list[Aftermath]:
+    async def _looks(self, last_check: Check) -> list[Aftermath]:
         seen: dict[str, Aftermath] = {}
 
         async def look(participant: Participant) -> None:
@@ -277,13 +281,13 @@ class Transaction:
 
         # The commit is written against what is seen here: the operator has written its part since the intent.
         seeing = asyncio.ensure_future(self._fleet.look())
-        checking = [asyncio.ensure_future(last_check())] if last_check is not None else []
+        checking = asyncio.ensure_future(last_check())
         try:
             await self._together(self.participants, look)
-            await asyncio.gather(*checking)
+            await checking
         finally:
-            for task in (seeing, *checking):
-                task.cancel()
+            seeing.cancel()
+            checking.cancel()
         found = [seen.get(one.uid, Aftermath(one, reachable=False)) for one in self.participants]
         return [replace(one, error=self.errors.get(one.participant.uid, one.error)) for one in found]
 

@@ -19,7 +19,7 @@ from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.agent.participants import participants_in
 from rolloutfleet.agent.preflight import checkpoint_folder, compare_checkpoint, refuse_layouts, target_version
-from rolloutfleet.agent.transaction import Check, Transaction
+from rolloutfleet.agent.transaction import Check, Transaction, nothing_more
 from rolloutfleet.agent.volume import Rights, looking, rights
 from rolloutfleet.api.agent import UpdateResult, UpdateWeights
 from rolloutfleet.engine.errors import CheckpointError, EngineUnreachable
@@ -98,7 +98,7 @@ class Updater:
         transaction.seconds |= seconds
         await transaction.begin()
         abandoned: AgentError | None = None
-        last_check: Check | None = None
+        last_check: Check = nothing_more
         try:
             await transaction.recognize()
             if copies is not None:

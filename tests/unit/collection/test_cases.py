@@ -274,12 +274,7 @@ def test_62_one_three_or_no_samples_of_a_prompt_with_everything_else_at_once(tmp
             )
             world.engines.held = True
             await world.begin(asked)
-            waiting = asyncio.create_task(world.batch(1))
-            await world.until(lambda: len(world.engines.open) == 12)
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
-            await world.collections.end()
-            world.engines.held = False
+            await world.end_with_open_requests(12)
             await world.begin(asked)
             whole = await world.batch(1)
             shares = [await world.batch(1, rank=rank, ranks=2) for rank in range(2)]

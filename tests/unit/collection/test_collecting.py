@@ -142,12 +142,7 @@ def test_older_tokens_are_kept_masked_or_left_as_was_asked_for(
     async def story(world: CollectionWorld) -> None:
         world.engines.held, world.engines.tokens_when_held = True, 2
         await world.begin(world.asked(rows=2, groups_per_step=1, mode="synchronous", **options))
-        waiting = asyncio.create_task(world.batch(1))
-        await world.until(lambda: len(world.engines.open) == 2)
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        await world.collections.end()
-        world.engines.held = False
+        await world.end_with_open_requests(2)
         world.commit(1)
         await world.begin(world.asked(rows=2, groups_per_step=1, **options))
         (sample, _) = (await world.batch(1)).samples

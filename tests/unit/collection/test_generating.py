@@ -39,12 +39,7 @@ def test_turns_that_are_stopped_go_on_later_with_what_they_have(tmp_path: Path) 
             world.engines.held, world.engines.tokens_when_held = True, 0
             asked = world.asked(generate=plugin("two_turns"), groups_per_step=1)
             await world.begin(asked)
-            waiting = asyncio.create_task(world.batch(1))
-            await world.until(lambda: len(world.engines.open) == 2)
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
-            await world.collections.end()
-            world.engines.held = False
+            await world.end_with_open_requests(2)
             await world.begin(asked)
             batch = await world.batch(1)
         assert [sample.loss_mask for sample in batch.samples] == [[1, 0, 1]] * 2

@@ -161,6 +161,15 @@ class CollectionWorld:
         while not holds():
             await heard(self.collections.current._collector.news, 0.02)
 
+    async def end_with_open_requests(self, count: int) -> None:
+        """Collection ends while engines hold so many requests of the first batch; then they answer again."""
+        waiting = asyncio.create_task(self.batch(1))
+        await self.until(lambda: len(self.engines.open) == count)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await self.collections.end()
+        self.engines.held = False
+
     async def until_finished(self, groups: int) -> None:
         await self.until(lambda: self.collections.current._collector.finished == groups)
 

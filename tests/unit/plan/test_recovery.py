@@ -234,7 +234,8 @@ def test_an_engine_whose_node_is_lost_is_replaced_at_once_and_its_pod_does_not_s
     assert record(world)["failuresInRow"] == 0
 
 
-def test_an_engine_that_was_just_given_a_node_is_not_taken_from_it_by_late_news_of_the_node() -> None:
+def given_a_node_that_is_not_ready() -> World:
+    """One engine, just scheduled, that has not answered yet."""
     world = World(rollout_server(replicas=1))
     world.nodes = {"node-0": False}
     while not world.pods:
@@ -242,24 +243,23 @@ def test_an_engine_that_was_just_given_a_node_is_not_taken_from_it_by_late_news_
     world.run_pods()
     (pod,) = world.pods
     world.silent.add(world.uid(pod))
+    return world
+
+
+def test_an_engine_that_was_just_given_a_node_is_not_taken_from_it_by_late_news_of_the_node() -> None:
+    world = given_a_node_that_is_not_ready()
     step(world, 5)
     assert len(world.created) == 1, "who scheduled it knew better"
-    world.nodes["node-0"] = True
+    world.nodes = {"node-0": True}
     step(world, 100)
-    world.nodes["node-0"] = False
+    world.nodes = {"node-0": False}
     step(world)
     assert len(world.created) == 2
     assert record(world)["lastFailure"]["reason"] == "NodeNotReady"
 
 
 def test_an_engine_that_never_answered_on_a_node_that_is_lost_is_replaced_when_its_silence_is_long_enough() -> None:
-    world = World(rollout_server(replicas=1))
-    world.nodes = {"node-0": False}
-    while not world.pods:
-        step(world)
-    world.run_pods()
-    (pod,) = world.pods
-    world.silent.add(world.uid(pod))
+    world = given_a_node_that_is_not_ready()
     (requeue,) = [action for action in world.plan() if isinstance(action, Requeue)]
     assert requeue.seconds < 11
     step(world, 11)

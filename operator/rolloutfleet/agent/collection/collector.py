@@ -129,9 +129,8 @@ class Collector:
                 except StoreBusy as busy:
                     logger.warning("%s: %s", self._collection.run, busy)
                     await asyncio.sleep(BUSY_PAUSE_SECONDS)
-                except (
-                    Exception
-                ) as error:  # whatever it is: a loop that has ended unseen would collect nothing for ever
+                except Exception as error:
+                    # Whatever it is: a loop that has ended unseen would collect nothing for ever.
                     self._fail(error)
                 await heard(work, LOOK_SECONDS)
         finally:
