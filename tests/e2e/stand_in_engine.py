@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 REQUEST_SECONDS = 0.3
 UPDATE_SECONDS = 0.1
@@ -47,15 +48,15 @@ class Engine:
         self.paused = False
         self.running: dict[str, bool] = {}
         """By id: whether it is to be aborted."""
-        self.served = 0
+        self.asked = 0
+        """Generations of clients: the operator's own looks are none."""
 
     def generate(self, prompt: Sequence[int], count: int, rid: str = "") -> dict[str, Any]:
         """One token after the other, each by the weights of its moment; none while paused."""
         tokens: list[int] = []
         labels: list[str] = []
         with self.changed:
-            self.served += 1
-            rid = rid or f"unnamed-{self.served}"
+            rid = rid or str(uuid4())
             self.running[rid] = False
             while len(tokens) < count and not self.running[rid]:
                 self.changed.wait(REQUEST_SECONDS / count)
@@ -153,7 +154,7 @@ class LanguageServer(Handler):
         elif path == "/v1/loads":
             self.answer({"loads": [{"num_running_reqs": len(engine.running), "num_waiting_reqs": 0}]})
         elif path == "/requests":  # not SGLang's: for tests that count
-            self.answer({"count": engine.served})
+            self.answer({"count": engine.asked})
         else:
             self.answer({"error": path}, 404)
 
@@ -161,6 +162,8 @@ class LanguageServer(Handler):
         path, body, engine = self.path.partition("?")[0], self.sent(), self.engine
         if path == "/generate":
             count = body["sampling_params"]["max_new_tokens"]
+            with engine.changed:
+                engine.asked += 1
             self.answer(engine.generate(body.get("input_ids") or [], count, body.get("rid") or ""))
         elif path == "/weights_checker":
             self.answer({"success": True, "per_engine_checksum": f"of-{engine.weights}"})

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from chaos.trainer import safetensors
@@ -132,5 +133,14 @@ def test_requests_are_aborted_by_prefix_and_those_of_others_go_on(url: str, monk
         await engine.abort("ours")
         assert (await ours)["meta_info"]["finish_reason"]["type"] == "abort"
         assert (await other)["meta_info"]["finish_reason"]["type"] == "length"
+
+    with_client(url, test)
+
+
+def test_what_clients_asked_for_is_counted_and_the_operators_looks_are_not(url: str) -> None:
+    async def test(engine: EngineClient) -> None:
+        assert await engine.generates(seconds=5)
+        await engine.generate(PAYLOAD, seconds=5)
+        assert httpx.get(f"{url}/requests").json() == {"count": 1}
 
     with_client(url, test)
