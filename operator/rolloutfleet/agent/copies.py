@@ -36,6 +36,7 @@ class Copies:
         tried = self.paths.keys() | self.errors.keys()
         await together(
             [one for one in participants if one.uid not in tried],
+            "the copy",
             self._copy,
             falls_out=self._failed,
             slack=STRAGGLER_SECONDS,

@@ -173,7 +173,7 @@ class Session:
                 await ending
 
         transaction.seconds["load"] = time.monotonic() - transaction.began_to_load
-        await transaction.everywhere(end)
+        await transaction.everywhere("the end of the transfer", end)
 
     def _drop_incomplete(self, transaction: Transaction) -> None:
         """An engine to which nobody has sent some tensor keeps the old one."""
@@ -260,7 +260,9 @@ class Session:
             )
             self._groups[key] = self._names[key]
 
-        await self._step(join, [one for one in transaction.alive() if one.uid in ports], within=JOIN_SECONDS)
+        await self._step(
+            "joining the group", join, [one for one in transaction.alive() if one.uid in ports], within=JOIN_SECONDS
+        )
         return self._so_far()
 
     async def send_bucket(self, request: SendBucket) -> StepResult:
@@ -276,7 +278,7 @@ class Session:
                 self._groups.pop(key, None)
                 raise
 
-        await self._step(receive, self._running().alive())
+        await self._step("a bucket", receive, self._running().alive())
         self._senders.sent(request.tensors, [one.uid for one in self._running().alive()])
         return self._so_far()
 
@@ -288,7 +290,7 @@ class Session:
             await engine.receive_tensors(payloads[participant.uid], load_format=request.load_format, seconds=seconds)
 
         chosen = [one for one in self._running().alive() if one.uid in payloads]
-        await self._step(receive, chosen)
+        await self._step("a bucket", receive, chosen)
         self._senders.sent(request.tensors, [one.uid for one in chosen])
         return self._so_far()
 
@@ -350,12 +352,12 @@ class Session:
         async def begin(_: Participant, engine: EngineClient, seconds: float) -> None:
             await engine.begin_weight_update()
 
-        await transaction.everywhere(begin)
+        await transaction.everywhere("the begin of the transfer", begin)
         transaction.began_to_load = time.monotonic()
 
-    async def _step(self, step: Step, among: Sequence[Participant], *, within: float | None = None) -> None:
+    async def _step(self, what: str, step: Step, among: Sequence[Participant], *, within: float | None = None) -> None:
         """In a task that the end of the update cancels."""
-        task = asyncio.ensure_future(self._running().everywhere(step, among=among, within=within))
+        task = asyncio.ensure_future(self._running().everywhere(what, step, among=among, within=within))
         self._steps.add(task)
         try:
             await asyncio.shield(task)

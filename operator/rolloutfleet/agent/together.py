@@ -15,6 +15,7 @@ STRAGGLER_FACTOR = 3.0
 
 async def together(
     participants: Iterable[Participant],
+    what: str,
     doing: Callable[[Participant], Coroutine[Any, Any, None]],
     *,
     falls_out: Callable[[Participant, str], None],
@@ -23,6 +24,7 @@ async def together(
 ) -> None:
     """When one is done, the others have `slack` seconds left, or three times as long as it took: so a hanging one does
     not keep all of them waiting, and a slow one is not taken for dead. `deadline`: by the monotonic clock, in any case.
+    `what`: names the work for whoever reads why one fell out.
 
     What raises EngineError falls out, with its text; any other error is raised, and the rest is cancelled.
     """
@@ -45,7 +47,7 @@ async def together(
             if not done:
                 after = "" if first else ", long after another engine was"
                 for task in waiting:
-                    falls_out(tasks[task], f"not done after {time.monotonic() - began:.1f} s{after}")
+                    falls_out(tasks[task], f"{what} was not done after {time.monotonic() - began:.1f} s{after}")
                 return
     finally:
         for task in tasks:

@@ -156,13 +156,14 @@ class Transaction:
         async def ask(_: Participant, engine: EngineClient, seconds: float) -> None:
             await engine.require_fleet(self._fleet.id, seconds=seconds)
 
-        await self.everywhere(ask, within=RECOGNIZE_SECONDS, among=who)
+        await self.everywhere("the question who it is", ask, within=RECOGNIZE_SECONDS, among=who)
 
     async def pause(self, *, admitting: bool = False) -> None:
         """What becomes of running samples is in PauseMode; only what they leave in the cache must go, or must not.
         `admitting`: with those that come late, for whom nothing is to be done before."""
         self._paused_at = time.monotonic()
         mode = self._options.pause_mode
+        what = f"the pause ({mode})"
 
         async def pause(participant: Participant, engine: EngineClient, seconds: float) -> None:
             if participant.uid in self._offloaded:
@@ -174,14 +175,14 @@ class Transaction:
                 await engine.flush_cache(wait_seconds=int(seconds))
 
         if admitting:
-            _, late = await asyncio.gather(self.everywhere(pause, within=PAUSE_SECONDS), self.admit_late())
-            await self.everywhere(pause, within=PAUSE_SECONDS, among=late)
+            _, late = await asyncio.gather(self.everywhere(what, pause, within=PAUSE_SECONDS), self.admit_late())
+            await self.everywhere(what, pause, within=PAUSE_SECONDS, among=late)
         else:
-            await self.everywhere(pause, within=PAUSE_SECONDS)
+            await self.everywhere(what, pause, within=PAUSE_SECONDS)
         self.seconds["pause"] = time.monotonic() - self._paused_at
 
     async def everywhere(
-        self, step: Step, *, within: float | None = None, among: Collection[Participant] | None = None
+        self, what: str, step: Step, *, within: float | None = None, among: Collection[Participant] | None = None
     ) -> None:
         """One step on all engines that have not fallen out (of `among`), at once; each error stays with its engine.
 
@@ -190,13 +191,14 @@ class Transaction:
         self._leadership.require()
         seconds = self.left if within is None else min(within, self.left)
         chosen = self.alive() if among is None else [one for one in among if one.uid not in self.errors]
-        await self._together(chosen, lambda each: step(each, self._engine(each.url), seconds))
+        await self._together(chosen, what, lambda each: step(each, self._engine(each.url), seconds))
 
     async def _together(
-        self, chosen: Collection[Participant], doing: Callable[[Participant], Coroutine[Any, Any, None]]
+        self, chosen: Collection[Participant], what: str, doing: Callable[[Participant], Coroutine[Any, Any, None]]
     ) -> None:
         await together(
             chosen,
+            what,
             lambda each: self._unless_lost(each, doing(each)),
             falls_out=self._falls_out,
             slack=STRAGGLER_SECONDS,
@@ -283,7 +285,7 @@ class Transaction:
         seeing = asyncio.ensure_future(self._fleet.look())
         checking = asyncio.ensure_future(last_check())
         try:
-            await self._together(self.participants, look)
+            await self._together(self.participants, "the checksum", look)
             await checking
         finally:
             seeing.cancel()

@@ -179,7 +179,7 @@ class Updater:
         for kind, number in Counter(map(_kind, waiting)).items():
             if number > 1 and not (checked.compared and closed <= self._read_by[kind]):
                 first[kind] = next(one for one in waiting if _kind(one) == kind)
-        await transaction.everywhere(load_and_live, among=first.values())
+        await transaction.everywhere("loading", load_and_live, among=first.values())
         for kind, canary in first.items():
             why = transaction.errors.get(canary.uid)
             if why is None:
@@ -187,7 +187,7 @@ class Updater:
                 continue
             others = [one for one in waiting if _kind(one) == kind and one is not canary]
             transaction.errors |= {one.uid: f"not tried, since {canary.pod} failed: {why}" for one in others}
-        await transaction.everywhere(load, among=[one for one in waiting if one not in first.values()])
+        await transaction.everywhere("loading", load, among=[one for one in waiting if one not in first.values()])
         transaction.seconds["load"] = time.monotonic() - clock
 
 

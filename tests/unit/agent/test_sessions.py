@@ -304,9 +304,16 @@ def test_an_engine_that_answers_nothing_any_more_falls_out_when_its_pod_is_gone(
     play(tmp_path, story)
 
 
-@pytest.mark.parametrize("moment", ["init_weights_update_group", "pause_generation", "update_weights_from_distributed"])
+@pytest.mark.parametrize(
+    ("moment", "doing"),
+    [
+        ("init_weights_update_group", "joining the group"),
+        ("pause_generation", "the pause (Retract)"),
+        ("update_weights_from_distributed", "a bucket"),
+    ],
+)
 def test_an_engine_that_hangs_falls_out_soon_after_the_others_are_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, doing: str
 ) -> None:
     monkeypatch.setattr(transaction, "STRAGGLER_SECONDS", 0.2)
     monkeypatch.setattr(together, "STRAGGLER_FACTOR", 1.0)
@@ -322,6 +329,7 @@ def test_an_engine_that_hangs_falls_out_soon_after_the_others_are_done(
         groups = [GroupAt(uid=engine.uid, port=20000) for engine in told.engines]
         failed = (await session.join_groups(JoinGroups(groups=groups))).failed
         failed |= (await session.send_bucket(SendBucket(tensors=[WEIGHT]))).failed
+        assert f"{doing} was not done after" in failed[world.engines[1].uid]
         assert "long after another engine was" in failed[world.engines[1].uid]
         assert (await session.finish(SenderDone())).committed
         assert outcomes(world) == ["Committed", "Unreachable", "Committed"]

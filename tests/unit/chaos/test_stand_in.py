@@ -141,6 +141,6 @@ def test_what_clients_asked_for_is_counted_and_the_operators_looks_are_not(url: 
     async def test(engine: EngineClient) -> None:
         assert await engine.generates(seconds=5)
         await engine.generate(PAYLOAD, seconds=5)
-        assert httpx.get(f"{url}/requests").json() == {"count": 1}
 
     with_client(url, test)
+    assert httpx.get(f"{url}/requests").json() == {"count": 1}
