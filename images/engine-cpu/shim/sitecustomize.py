@@ -1,14 +1,33 @@
-"""Lets the stock SGLang server run where torch has no CUDA device: only device calls are patched.
+"""Lets the stock SGLang server run where torch has no CUDA device, and many of them on few cores: only device calls are
+patched, and how long a scheduler that has nothing to do looks away.
 
 Python imports this module at start from PYTHONPATH; it acts only with SGLANG_USE_CPU_ENGINE=1.
 """
 
+import asyncio
 import os
+import time
 
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     # OpenMP's threads wait in a loop: engines that share cores would wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
+    import zmq
+
+    receive = zmq.Socket.recv
+
+    def receive_or_look_away(self, *args, **kwargs):
+        """A scheduler that is paused, or of a pair, asks its sockets without a pause: it takes the core of another."""
+        try:
+            return receive(self, *args, **kwargs)
+        except zmq.Again:
+            try:
+                asyncio.get_running_loop()
+            except RuntimeError:  # no server's loop, which waits by itself
+                time.sleep(0.0001)
+            raise
+
+    zmq.Socket.recv = receive_or_look_away
 
     class CudaRuntime:
         """Pinning memory succeeds and does nothing, as does every other call."""
