@@ -9,7 +9,7 @@ from typing import Any
 
 from rolloutfleet.api.rollout_server import TrainingStatus
 from rolloutfleet.kube.client import EVENT, Resource
-from rolloutfleet.kube.errors import Conflict, NotFound
+from rolloutfleet.kube.errors import Conflict, Invalid, NotFound
 
 Object = dict[str, Any]
 
@@ -47,7 +47,10 @@ class Cluster:
         return manifest
 
     async def update(self, resource: Resource, manifest: Object) -> Object:
-        self._check(resource, manifest)
+        metadata = manifest["metadata"]
+        there = self.objects[resource.plural, metadata["name"]]
+        if metadata["resourceVersion"] != there["metadata"]["resourceVersion"]:
+            raise Conflict("changed meanwhile", status=409)
         self.put(resource.plural, manifest)
         return self.seen(resource.plural, manifest["metadata"]["name"])
 
@@ -64,7 +67,7 @@ class Cluster:
         await asyncio.sleep(0)
         if self.before_apply:
             self.before_apply.pop(0)()
-        self._check(resource, manifest)
+        self._check_status(resource, manifest)
         name = manifest["metadata"]["name"]
         body = self.seen(resource.plural, name)
         body["status"] = {**body.get("status", {}), **deepcopy(manifest["status"])}
@@ -72,10 +75,9 @@ class Cluster:
         self.written.append(TrainingStatus.model_validate(manifest["status"]["training"]))
         return self.seen(resource.plural, name)
 
-    def _check(self, resource: Resource, manifest: Object) -> None:
-        metadata = manifest["metadata"]
-        if (
-            metadata["resourceVersion"]
-            != self.objects[resource.plural, metadata["name"]]["metadata"]["resourceVersion"]
-        ):
-            raise Conflict("changed meanwhile", status=409)
+    def _check_status(self, resource: Resource, manifest: Object) -> None:
+        """By the rule of TrainingStatus."""
+        there = self.objects[resource.plural, manifest["metadata"]["name"]]
+        written = there.get("status", {}).get("training") or {}
+        if manifest["status"]["training"]["fence"] < written.get("fence", 0):
+            raise Invalid("status.training: Invalid value: fence: a number above this one has written", status=422)

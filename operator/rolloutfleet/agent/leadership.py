@@ -7,7 +7,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from rolloutfleet.agent.errors import conflict
+from rolloutfleet.agent.errors import AgentError, conflict
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.api.names import AGENT_MANAGER, API_VERSION, trainer_name
 from rolloutfleet.api.rollout_server import RolloutServer, TrainingStatus
@@ -21,7 +21,6 @@ Result = TypeVar("Result")
 CONTEND_SECONDS = 2.0
 FIRST_LOOK_SECONDS = 0.1
 """An agent that was restarted leads again as soon as it has read what."""
-WRITE_CONFLICTS = 8
 WRITE_PAUSE_SECONDS = 0.5
 
 
@@ -30,8 +29,8 @@ class Leadership:
         self._api = api
         self._namespace = namespace
         self._fleet = fleet
-        self._term: int | None = None
-        """The fencing number under which the operation that runs has begun."""
+        self._term: tuple[int, str] | None = None
+        """The fencing number under which the operation that runs has begun, and the UID of the server that it led."""
         self.operations = asyncio.Lock()
         """Held by an update, offload or onload: each writes the whole of status.training and pauses engines."""
         self.unasked = False
@@ -47,7 +46,8 @@ class Leadership:
                 continue
             if _may_be_led(server):
                 try:
-                    await self.lease.acquire()
+                    training = server.status.training
+                    await self.lease.acquire(above=training.fence if training is not None else 0)
                     logger.info("leads %s with fencing number %d", self._fleet.name, self.lease.fence)
                     await self.lease.keep()
                 except HeldBy:
@@ -73,9 +73,11 @@ class Leadership:
             holder = self.lease.holder
             text = f"pod {holder} leads it" if holder else "nobody leads it yet; try again in a moment"
             raise conflict("NotLeading", f"this agent does not lead RolloutServer {self._fleet.name}: {text}")
-        if self._term is None:
-            self._term = self.lease.fence
-        elif self._term != self.lease.fence:
+        term = (self.lease.fence, self._fleet.uid)
+        self._term = self._term or term
+        if self._term[1] != self._fleet.uid:
+            raise self._replaced()
+        if self._term != term:
             # It leads again. In between nobody did, and the operator has restored the fleet.
             text = f"its Lease of RolloutServer {self._fleet.name} ran out in the middle; begin anew"
             raise conflict("NotLeading", f"this agent has led without a break only since then: {text}")
@@ -83,52 +85,51 @@ class Leadership:
     async def write(self, training: TrainingStatus) -> None:
         """Write our subtree. Raises AgentError when we do not lead any more, ApiError.
 
-        An apply has no condition of its own: resourceVersion makes sure that nobody with a higher fencing number
-        wrote between our last look and our write.
+        One request, without a look before it: engines may stand still meanwhile. The API server refuses a fencing
+        number below the one that is there (the rule of TrainingStatus).
         """
-        conflicts = 0
-        seen = self._fleet.server  # engines may stand still meanwhile: another look costs as much as the write
+        stamped = training.model_copy(update={"holder": self.lease.holder, "fence": self.lease.fence})
         while True:
             self.require()  # also the bound of this loop: while the API is away, no lease is renewed
             try:
-                await self._write_once(training, seen)
-                return
-            except kube.Conflict:
-                conflicts += 1  # the operator wrote its part meanwhile
-                seen = None
-                if conflicts == WRITE_CONFLICTS:
-                    text = f"status of RolloutServer {self._fleet.name} changes faster than it can be written"
-                    raise conflict("Busy", text) from None
-            except (kube.NotFound, kube.Forbidden, kube.Invalid):
+                there = await self._apply(stamped)
+                break
+            except kube.Invalid:
+                await self._refuse_if_overtaken()
+                raise
+            except (kube.NotFound, kube.Forbidden):
                 raise
             except kube.ApiError as error:
-                # Looked at anew and applied anew, the same write is safe to repeat; a fleet may be paused meanwhile.
+                # The same write is safe to repeat; a fleet may be paused meanwhile.
                 logger.warning("status of %s not written yet: %s", self._fleet.name, error)
-                seen = None
                 await asyncio.sleep(WRITE_PAUSE_SECONDS)
+        if there.uid != self._fleet.uid:  # no condition of an apply to a status can say so before
+            await self._apply(TrainingStatus(fence=self.lease.fence))
+            raise self._replaced()
+        self._fleet.server = there
 
-    async def _write_once(self, training: TrainingStatus, seen: RolloutServer | None) -> None:
-        if seen is None:
-            fresh = await self._api.get(kube.ROLLOUT_SERVER, self._fleet.name, namespace=self._namespace)
-            seen = RolloutServer.model_validate(fresh)
-        written = seen.status.training
-        if written is not None and written.fence > self.lease.fence:
-            raise conflict("Fenced", f"pod {written.holder} has taken over RolloutServer {self._fleet.name}")
-        stamped = training.model_copy(update={"holder": self.lease.holder, "fence": self.lease.fence})
+    async def _apply(self, training: TrainingStatus) -> RolloutServer:
         manifest = {
             "apiVersion": API_VERSION,
             "kind": "RolloutServer",
-            "metadata": {
-                "name": self._fleet.name,
-                "namespace": self._namespace,
-                "resourceVersion": seen.metadata["resourceVersion"],
-            },
-            "status": {"training": stamped.dump()},
+            "metadata": {"name": self._fleet.name, "namespace": self._namespace},
+            "status": {"training": training.dump()},
         }
         applied = await self._api.apply(
             kube.ROLLOUT_SERVER, manifest, field_manager=AGENT_MANAGER, force=True, subresource="status"
         )
-        self._fleet.server = RolloutServer.model_validate(applied)
+        return RolloutServer.model_validate(applied)
+
+    async def _refuse_if_overtaken(self) -> None:
+        """Raises AgentError, ApiError."""
+        read = await self._api.get(kube.ROLLOUT_SERVER, self._fleet.name, namespace=self._namespace)
+        written = RolloutServer.model_validate(read).status.training
+        if written is not None and written.fence > self.lease.fence:
+            raise conflict("Fenced", f"pod {written.holder} has taken over RolloutServer {self._fleet.name}")
+
+    def _replaced(self) -> AgentError:
+        text = f"RolloutServer {self._fleet.name} was deleted and made anew; what was begun for the old one ends here"
+        return conflict("NotLeading", text)
 
 
 def _may_be_led(server: RolloutServer) -> bool:

@@ -7,7 +7,6 @@ that no watch can leave stale. It may read exactly these objects (their names ar
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -44,8 +43,10 @@ class Fleet:
         self.state = FleetState.WAITING_FOR_SERVER
         self.message = f"RolloutServer {namespace}/{name} is not read yet"
         self.server: RolloutServer | None = None
+        self.uid = ""
+        """Of the server; kept while it cannot be read, as is `id`."""
         self.id = ""
-        """By what name labels of weights know the fleet; kept while its server cannot be read."""
+        """By what name labels of weights know the fleet."""
         self.groups: tuple[ServerGroup, ...] = ()
         self._announced: FleetState | None = None
 
@@ -64,7 +65,7 @@ class Fleet:
             found = (groups[name] for name in server.server_groups)
             self.groups = tuple(group for group in found if group is not None)
             self.server = server
-            self.id = fleet_id(server.uid)
+            self.uid, self.id = server.uid, fleet_id(server.uid)
             state, message = FleetState.CONNECTED, ""
         except kube.NotFound:
             self.server, self.groups = None, ()
@@ -82,11 +83,6 @@ class Fleet:
             state, message = FleetState.UNREACHABLE, str(error)
         self.state, self.message = state, message
         await self._announce()
-
-    async def look(self) -> None:
-        """At the server alone. What goes wrong is told by the next `refresh`."""
-        with contextlib.suppress(kube.ApiError, ValidationError):
-            self.server = await self._read_server()
 
     async def _read_server(self) -> RolloutServer:
         return RolloutServer.model_validate(

@@ -281,14 +281,11 @@ class Transaction:
         async def look(participant: Participant) -> None:
             seen[participant.uid] = await self._look(participant)
 
-        # The commit is written against what is seen here: the operator has written its part since the intent.
-        seeing = asyncio.ensure_future(self._fleet.look())
         checking = asyncio.ensure_future(last_check())
         try:
             await self._together(self.participants, "the checksum", look)
             await checking
         finally:
-            seeing.cancel()
             checking.cancel()
         found = [seen.get(one.uid, Aftermath(one, reachable=False)) for one in self.participants]
         return [replace(one, error=self.errors.get(one.participant.uid, one.error)) for one in found]

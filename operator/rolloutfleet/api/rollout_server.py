@@ -271,6 +271,8 @@ class LastUpdate(Model):
 class TrainingStatus(Model):
     """The agent's subtree: written by the agent that holds the Lease, read by the operator."""
 
+    rules = (Rule("self.fence >= oldSelf.fence", "fence: a number above this one has written; its agent leads"),)
+
     holder: Annotated[str, Field(max_length=253)] = ""
     """Pod that leads the fleet."""
     fence: Annotated[int, Field(ge=0)] = 0

@@ -77,8 +77,9 @@ class LeaseHolder:
         """We lead, for certain: no other can have taken over yet."""
         return self._left() > 0
 
-    async def acquire(self) -> int:
-        """Become the leader; the fencing number. Raises HeldBy, ApiError."""
+    async def acquire(self, *, above: int = 0) -> int:
+        """Become the leader; the fencing number, greater than `above`: of a Lease that somebody deleted the count
+        begins anew, and what was written under a number does not forget it. Raises HeldBy, ApiError."""
         try:
             lease = await self._found()
         except AlreadyExists as error:
@@ -95,7 +96,7 @@ class LeaseHolder:
         if holder and holder != self._identity and left > 0:
             raise HeldBy(holder, seconds_left=left)
         # A restarted process of the same pod gets a new number as well: its predecessor's late writes are refused.
-        fence = int(spec.get("leaseTransitions") or 0) + 1
+        fence = max(int(spec.get("leaseTransitions") or 0), above) + 1
         try:
             await self._write(lease, fence=fence, acquired=True)
         except Conflict as error:

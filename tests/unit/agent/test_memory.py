@@ -6,10 +6,11 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from rolloutfleet.agent import leadership
+import pytest
+
 from rolloutfleet.agent.memory_record import TAGS
 from rolloutfleet.api.agent import MemoryRequest
-from rolloutfleet.kube.errors import Conflict
+from rolloutfleet.kube.errors import Forbidden
 from unit.agent.world import World, play, refused, signed, wanted
 
 EVERYTHING = list(TAGS)
@@ -458,8 +459,9 @@ def test_an_engine_whose_turn_has_not_come_when_an_operation_ends_is_known_as_it
         facts = {"tensorParallel": 1, "pipelineParallel": 1, "memorySaver": True}
         for index, role in enumerate(("Prefill", "Decode")):
             world.change_engine(index, facts={**facts, "role": role})
-        world.cluster.before_apply = [lambda: None, lambda: None, *[clash] * leadership.WRITE_CONFLICTS]
-        assert (await refused(world.memory.offload(of()))).code == "Busy"
+        world.cluster.before_apply = [lambda: None, lambda: None, not_allowed]
+        with pytest.raises(Forbidden):
+            await world.memory.offload(of())
         assert [bool(engine.released) for engine in world.engines] == [True, False]
         result = await world.memory.offload(of())
         assert (result.failed, len(result.engines)) == ({}, 2)
@@ -486,15 +488,15 @@ def test_an_update_that_died_with_its_leader_is_not_written_again_in_our_name(tm
     play(tmp_path, story, engines=2)
 
 
-def clash() -> None:
-    """The operator writes the same object again and again."""
-    raise Conflict("changed meanwhile", status=409)
+def not_allowed() -> None:
+    raise Forbidden("its Role is gone", status=403)
 
 
 def test_what_could_not_be_written_is_written_later_and_nothing_is_done_twice(tmp_path: Path) -> None:
     async def story(world: World) -> None:
-        world.cluster.before_apply = [lambda: None, lambda: None, *[clash] * leadership.WRITE_CONFLICTS]
-        assert (await refused(world.memory.offload(of()))).code == "Busy"
+        world.cluster.before_apply = [lambda: None, lambda: None, not_allowed]
+        with pytest.raises(Forbidden):
+            await world.memory.offload(of())
         assert recorded(world) == ("Releasing", EVERYTHING, [])
         await world.memory.look()
         assert recorded(world) == ("Released", EVERYTHING, [engine.pod for engine in world.engines])
@@ -506,8 +508,9 @@ def test_what_could_not_be_written_is_written_later_and_nothing_is_done_twice(tm
 
 def test_nothing_is_called_when_the_intent_cannot_be_written(tmp_path: Path) -> None:
     async def story(world: World) -> None:
-        world.cluster.before_apply = [lambda: None, *[clash] * leadership.WRITE_CONFLICTS]
-        assert (await refused(world.memory.offload(of()))).code == "Busy"
+        world.cluster.before_apply = [lambda: None, not_allowed]
+        with pytest.raises(Forbidden):
+            await world.memory.offload(of())
         assert "release_memory_occupation" not in world.engines[0].asked
         assert (await world.memory.offload(of())).engines == [world.engines[0].pod]
         assert not world.engines[0].dead

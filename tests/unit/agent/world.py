@@ -248,6 +248,7 @@ async def fleet_on_loopback(tmp_path: Path, engines: int = 3, *, seconds: float 
         for engine in world.engines:
             await stack.enter_async_context(engine.stand_in)
         world.build()
+        await world.fleet.refresh()
         await world.leadership.lease.acquire()
         async with asyncio.timeout(seconds):
             yield world

@@ -29,11 +29,13 @@ FLAG = re.compile(r"[a-z][a-z0-9-]{0,62}")
 
 @dataclass(frozen=True)
 class Twin:
-    """`says` is what the rule whose message begins with `message` must say of any `self` among `objects`."""
+    """`says` is what the rule whose message begins with `message` must say of any `self` among `objects`. A rule of
+    changes is asked with another of them as `oldSelf`; what `says` says of the pair, the old one first."""
 
     message: str
     objects: st.SearchStrategy[Any]
-    says: Callable[[Any], bool]
+    says: Callable[..., bool]
+    of_changes: bool = False
 
 
 def arguments(owned: tuple[str, ...]) -> st.SearchStrategy[dict[str, str]]:
@@ -252,7 +254,11 @@ def derived_names_fit(server: dict[str, Any]) -> bool:
     return all(len(f"{name}-{group['name']}") <= DERIVED_NAME_BUDGET for group in server["spec"]["groups"])
 
 
+terms = st.fixed_dictionaries({"fence": st.integers(0, 5)})
+
+
 TWINS = (
+    Twin("fence: a number above", terms, lambda old, new: old["fence"] <= new["fence"], of_changes=True),
     Twin("engine.args: keys are flags", arguments(OWNED_ENGINE_ARGS), keys_are_flags),
     Twin("engine.args: these flags", arguments(OWNED_ENGINE_ARGS), no_owned(OWNED_ENGINE_ARGS)),
     Twin("router.args: keys are flags", arguments(OWNED_ROUTER_ARGS), keys_are_flags),
@@ -332,10 +338,11 @@ def test_a_rule_says_what_its_twin_says(twin: Twin) -> None:
     said: set[bool] = set()
 
     @settings(max_examples=200, deadline=None, derandomize=True, database=None)
-    @given(twin.objects)
-    def agree(value: Any) -> None:
-        expected = twin.says(value)
-        assert program.execute({"self": value}) is expected, value
+    @given(twin.objects, twin.objects if twin.of_changes else st.none())
+    def agree(value: Any, old: Any) -> None:
+        expected = twin.says(old, value) if twin.of_changes else twin.says(value)
+        known = {"self": value, "oldSelf": old} if twin.of_changes else {"self": value}
+        assert program.execute(known) is expected, known
         said.add(expected)
 
     agree()

@@ -123,6 +123,12 @@ def test_expiry_counts_from_when_the_contender_itself_last_saw_a_change() -> Non
     asyncio.run(scenario())
 
 
+def test_a_lease_that_was_deleted_gives_no_number_that_was_given_before() -> None:
+    leases = Leases()
+    assert asyncio.run(contender(leases, Clock(), "pod-a").acquire(above=6)) == 7
+    assert leases.spec["leaseTransitions"] == 7
+
+
 def test_a_holder_that_asked_for_a_longer_term_is_given_it() -> None:
     async def scenario() -> None:
         leases, clock = Leases({"holderIdentity": "pod-a", "leaseDurationSeconds": 60}), Clock()
