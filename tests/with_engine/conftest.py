@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -21,10 +20,12 @@ from rolloutfleet.engine.errors import EngineError
 from rolloutfleet.engine.http import Http
 from rolloutfleet.engine.sglang import EngineClient
 from unit.agent.world import INITIAL_LABEL
+from unit.collection.world import free_port
 
 SHIM = Path(__file__).parents[2] / "images/engine-cpu/shim"
 START_SECONDS = 240.0
 LOG_SHOWN = 3000
+MOONCAKE = ("--disaggregation-transfer-backend", "mooncake")
 
 
 def place(variable: str) -> Path:
@@ -54,9 +55,7 @@ class Server:
 
     async def start(self) -> None:
         self.starts += 1
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         books = self._folder / "books"
         books.write_text("[]")
         # Not below the test's folder: paths of sockets have 107 bytes.
@@ -153,3 +152,25 @@ def server(tmp_path_factory: pytest.TempPathFactory, http: Http) -> Iterator[Ser
     server = Server(tmp_path_factory.mktemp("engine"), place("MODELS"), http)
     yield server
     server.end()
+
+
+@pytest.fixture
+def bootstrap_port() -> str:
+    return str(free_port())
+
+
+@pytest.fixture
+def pair(tmp_path: Path, http: Http, bootstrap_port: str) -> Iterator[tuple[Server, Server]]:
+    servers = []
+    for mode in ("prefill", "decode"):
+        folder = tmp_path / mode
+        folder.mkdir()
+        flags = ["--disaggregation-mode", mode, *MOONCAKE]
+        if mode == "prefill":
+            flags += ["--disaggregation-bootstrap-port", bootstrap_port]
+        else:  # else it wants host memory beyond a reserve of 10 GiB
+            flags += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
+        servers.append(Server(folder, place("MODELS"), http, *flags))
+    yield servers[0], servers[1]
+    for server in servers:
+        server.end()
