@@ -13,6 +13,7 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from rolloutfleet.api.common import EngineFacts
@@ -174,42 +175,26 @@ class Prober:
         answering, paused = await _flags(engine)
         info = await _model_info(engine) if answering else None
         if info is None:
-            after = _missed(before, target)
+            after = self._remember(target, before, lambda latest: _missed(latest, target))
         else:
-            known = before or EngineProbe(answering=True)
-            if info.weight_version != known.label:
-                known = replace(
-                    known, checksum="", read_under="", loaded_under=""
-                )  # somebody loaded weights: old proof is void
-            facts = known.facts or await _facts(engine)
-            load = await self._load(uid, engine, known.load)
-            encoders = await self._encoders(target)
-            latest = self._store.probes.get(uid)
-            if latest is not before and latest is not None:
-                # A checksum was read, or a pair tried, while we looked.
-                known = latest if latest.label == info.weight_version else known
-            after = replace(
-                known,
-                answering=True,
-                closed=False,
-                misses=0,
-                paused=paused,
+            seen = partial(
+                _answered,
                 label=info.weight_version,
+                paused=paused,
                 model_path=info.model_path,
-                facts=facts,
-                load=load,
-                encoders=encoders,
+                facts=(before.facts if before is not None else None) or await _facts(engine),
+                load=await self._load(uid, engine, before.load if before is not None else 0),
+                encoders=await self._encoders(target),
             )
-        self._remember(target, before, after)
+            after = self._remember(target, before, seen)
         return SETTLED_SECONDS if after.answering else STARTING_SECONDS
 
     async def _look_at_encoder(self, target: Target) -> float:
         before = self._store.probes.get(target.uid)
         if await _flag(self._encoder(target.url).healthy()):
-            after = EngineProbe(answering=True, facts=ENCODER_FACTS)
+            after = self._remember(target, before, partial(_answered, label="", facts=ENCODER_FACTS))
         else:
-            after = _missed(before, target)
-        self._remember(target, before, after)
+            after = self._remember(target, before, lambda latest: _missed(latest, target))
         return SETTLED_SECONDS if after.answering else STARTING_SECONDS
 
     async def _load(self, uid: str, engine: EngineClient, known: int) -> int:
@@ -231,16 +216,22 @@ class Prober:
         except EngineError:
             return None
 
-    def _remember(self, target: Target, before: EngineProbe | None, after: EngineProbe) -> None:
-        if target.uid not in self._store.targets:
-            return  # it went while we looked
+    def _remember(
+        self, target: Target, before: EngineProbe | None, seen: Callable[[EngineProbe | None], EngineProbe]
+    ) -> EngineProbe:
+        """`seen`: what the look makes of what is known by now: others have written meanwhile, and a look at an engine
+        that hangs takes seconds."""
         latest = self._store.probes.get(target.uid)
+        after = seen(latest)
+        if target.uid not in self._store.targets:
+            return after  # it went while we looked
         if latest is not None and latest is not before and latest.closed:
             after = replace(after, closed=True)  # its end was heard while we looked
         self._store.probes[target.uid] = after
         if after != before:
             for key in target.fleets:
                 self._enqueue_soon(key)
+        return after
 
     async def _look_at_router(self, target: Target) -> float:
         uid = target.uid
@@ -285,17 +276,24 @@ class Prober:
         return given_up
 
 
-def _missed(before: EngineProbe | None, target: Target) -> EngineProbe:
+def _answered(known: EngineProbe | None, *, label: str, **seen: Any) -> EngineProbe:
+    known = known or EngineProbe(answering=True)
+    if label != known.label:  # somebody loaded weights: old proof is void
+        known = replace(known, checksum="", read_under="", loaded_under="")
+    return replace(known, answering=True, closed=False, misses=0, label=label, **seen)
+
+
+def _missed(known: EngineProbe | None, target: Target) -> EngineProbe:
     """Whoever answers next at this address may be another process: only what is read from then on counts.
 
     Where a missed look takes an engine out of tables at once, it is given one more: of an external engine no pod tells
     that it has ended, and an encoder answers by encoding, which waits for others.
     """
-    if before is None:
+    if known is None:
         return EngineProbe(answering=False)
-    if (target.external or target.encoder) and before.answering and before.misses == 0:
-        return replace(before, misses=1)
-    return replace(before, answering=False, misses=0, facts=None, checksum="", read_under="", loaded_under="")
+    if (target.external or target.encoder) and known.answering and known.misses == 0:
+        return replace(known, misses=1)
+    return replace(known, answering=False, misses=0, facts=None, checksum="", read_under="", loaded_under="")
 
 
 async def _model_info(engine: EngineClient) -> ModelInfo | None:

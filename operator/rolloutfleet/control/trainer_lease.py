@@ -17,7 +17,8 @@ class TrainerLease:
         self._api = api
         self._store = store
         self._asked: dict[FleetKey, int] = {}
-        """The fencing number for which it was asked: a Lease that was deleted and made anew is behind until an agent leads again."""
+        """The fencing number for which it was asked: a Lease that was deleted and made anew is behind until an agent
+        leads again."""
 
     async def catches_up(self, key: FleetKey, fleet: Fleet) -> bool:
         """Whether the store knows a newer Lease now than when it told of this fleet. Raises ApiError."""

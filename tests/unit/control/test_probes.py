@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
+
+import pytest
 
 from rolloutfleet.api.names import COMPONENT_ENGINE, COMPONENT_ROUTER, LABEL_COMPONENT, LABEL_SERVER
 from rolloutfleet.control.probes import Prober
@@ -34,11 +37,14 @@ class Scene:
         self.asked: list[str] = []
         self.answers = dict(ANSWERS)
         self.told: list[FleetKey] = []
+        self.meanwhile: Callable[[], None] = lambda: None
+        """What others do while a look waits for an answer."""
         self.store = FleetStore(clock=lambda: datetime.now(UTC))
         self._version = 0
 
     async def _answer(self, asked: Asked) -> Answer:
         self.asked.append(asked.path)
+        self.meanwhile()
         if asked.path not in self.answers:
             raise HangUp
         return self.answers[asked.path]
@@ -155,6 +161,37 @@ def test_one_that_answers_neither_is_not_answering() -> None:
         await until(lambda: bool(scene.told))
         assert not scene.store.probes["uid-a"].answering
         assert "/model_info" not in scene.asked
+
+    Scene().play(script)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_what_others_found_while_a_look_waits_is_kept(answers: bool) -> None:
+    """A health check that failed, an end that the wire heard, a proof that is due, a drain that is over."""
+
+    async def script(scene: Scene, prober: Prober) -> None:
+        scene.store.upsert("Pod", scene.pod("a"))
+        await until(lambda: bool(scene.told))
+        found: dict[str, Any] = {
+            "unhealthy": 2,
+            "deaf": 1,
+            "closed": True,
+            "recheck": True,
+            "drained": "2026-01-01T00:00:00Z",
+        }
+
+        def others() -> None:
+            scene.store.probes["uid-a"] = replace(scene.store.probes["uid-a"], **found)
+
+        scene.meanwhile = others
+        if not answers:
+            scene.answers = {}
+        scene.told.clear()
+        prober.look_soon("uid-a")
+        await until(lambda: bool(scene.told))
+        after = scene.store.probes["uid-a"]
+        assert after.answering is answers
+        assert {name: getattr(after, name) for name in found} == found
 
     Scene().play(script)
 
