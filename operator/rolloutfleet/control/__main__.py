@@ -93,7 +93,8 @@ def required(name: str) -> str:
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("kopf.objects").setLevel(logging.WARNING)
+    for chatter in ("kopf.objects", "kopf.activities.probe", "aiohttp.access"):  # the kubelet asks every ten seconds
+        logging.getLogger(chatter).setLevel(logging.WARNING)
     gc.freeze()
     gc.set_threshold(GARBAGE, 20, 20)
     uvloop.run(run())

@@ -8,7 +8,6 @@ idle limits end some; that nobody listens at the port any more does.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -20,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 1.0
 CONNECT_SECONDS = 2.0
+AT_ONCE = 3
+"""So many connections are made without a pause where one after the other ends."""
 AGAIN_SECONDS = 5.0
 """Before the next connection to an engine that ended ours and lives on."""
 
@@ -65,9 +66,7 @@ class Tripwire:
 
     async def _hold(self, wire: Wire) -> None:
         """Until the server has ended."""
-        while True:
-            if await self._ended(wire):
-                break
+        while not await _end_of_server(wire):  # noqa: ASYNC110 not a poll: it waits for the end of a connection
             await asyncio.sleep(AGAIN_SECONDS)
         probe = self._store.probes.get(wire.uid)
         if probe is not None:
@@ -76,12 +75,21 @@ class Tripwire:
             self._enqueue(wire.fleet)
             self._look_soon(wire.uid)
 
-    async def _ended(self, wire: Wire) -> bool:
-        """Wait for the end of a connection; whether its port is closed then. False if none could be made."""
-        address = urlsplit(wire.url)
+
+async def _end_of_server(wire: Wire) -> bool:
+    """Wait until nobody listens where a connection of ours has stood. False where that cannot be heard at the moment:
+    none could be made, or one after the other ended.
+
+    The kernel closes what a dying process had open piece by piece, connections before the port if it so happens: so
+    the next connection is made at once, and ends with the port.
+    """
+    address = urlsplit(wire.url)
+    for number in range(1 + AT_ONCE):
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        except ConnectionRefusedError:
+            return number > 0
         except (OSError, TimeoutError):
             return False
         try:
@@ -91,17 +99,7 @@ class Tripwire:
             pass  # reset: the same
         finally:
             writer.close()
-        try:
-            async with asyncio.timeout(CONNECT_SECONDS):
-                _, writer = await asyncio.open_connection(address.hostname, address.port)
-        except ConnectionRefusedError:
-            return True
-        except (OSError, TimeoutError):
-            return False
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
-        return False
+    return False
 
 
 def wires(store: FleetStore) -> Iterator[Wire]:

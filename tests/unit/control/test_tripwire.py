@@ -120,14 +120,29 @@ def test_the_end_of_a_server_is_told_at_once_and_nothing_is_ever_sent_to_it() ->
     with_fixture(test)
 
 
+def test_a_process_that_dies_piece_by_piece_is_heard_as_well() -> None:
+    """The kernel closes what it had open one after the other: its connections may go before the port does."""
+
+    async def test(fixture: Fixture) -> None:
+        fixture.wires.tick()
+        await until(lambda: fixture.listener.open)
+        fixture.listener.hang_up()
+        await until(lambda: fixture.listener.open)  # the look whether it still listens
+        assert not fixture.closed
+        await fixture.listener.die()
+        await until(lambda: fixture.closed)
+
+    with_fixture(test)
+
+
 def test_a_connection_that_ends_while_the_server_lives_proves_nothing_and_is_made_again() -> None:
     async def test(fixture: Fixture) -> None:
         tripwire.AGAIN_SECONDS, kept = 0.0, tripwire.AGAIN_SECONDS
         try:
             fixture.wires.tick()
-            await until(lambda: fixture.listener.open)
-            fixture.listener.hang_up()
-            await until(lambda: len(fixture.listener.open) >= 2)  # the look whether it listens, and the next wire
+            for _ in range(2 * tripwire.AT_ONCE):
+                await until(lambda: fixture.listener.open)
+                fixture.listener.hang_up()
         finally:
             tripwire.AGAIN_SECONDS = kept
         assert not fixture.closed
