@@ -381,5 +381,5 @@ def _with_phase(
     holds = view.weights is Weights.CURRENT and view.pod is not None and view.role != "Encoder"
     version = training.version if holds else None
     view = view.recorded(phase=phase, reason=reason, message=message, weight_version=version)
-    record = chronicled(view, now)
+    record = chronicled(view, group.spec.recovery, now)
     return view if record is view.record else replace(view, record=record)

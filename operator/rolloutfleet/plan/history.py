@@ -1,12 +1,13 @@
-"""How long each recovery of an engine took, by stage. Written once a stage, beside changes of phase."""
+"""How long each recovery of an engine took, by stage, and since when it serves. Written beside changes of phase."""
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import datetime, timedelta
 
-from rolloutfleet.api.common import EnginePhase
+from rolloutfleet.api.common import EnginePhase, RecoverySpec
 from rolloutfleet.api.server_group import EngineStatus, Recovery
 from rolloutfleet.plan.engines import EngineView, Weights, complete
+from rolloutfleet.plan.observed import parse_time
 
 
 def begun(
@@ -16,16 +17,21 @@ def begun(
     return (*recoveries, Recovery(epoch=epoch, reason=reason, detected=_stamp(now)))[-keep:]
 
 
-def chronicled(view: EngineView, now: datetime) -> EngineStatus:
+def proved_itself(record: EngineStatus, recovery: RecoverySpec, now: datetime) -> bool:
+    """It has served for so long that its failures count no more."""
+    since = parse_time(record.serving_since)
+    return since is not None and now - since >= timedelta(seconds=recovery.backoff.reset_after_seconds)
+
+
+def chronicled(view: EngineView, recovery: RecoverySpec, now: datetime) -> EngineStatus:
     """The record with the stages that its engine has reached, and since when it serves."""
     record = view.record
-    since = record.serving_since
     if record.phase is EnginePhase.SERVING:
-        since = since or _stamp(now)
-    elif record.phase is not EnginePhase.HELD:
-        since = ""
-    if since != record.serving_since:
-        record = record.model_copy(update={"serving_since": since})
+        record = record if record.serving_since else record.model_copy(update={"serving_since": _stamp(now)})
+    elif record.phase is not EnginePhase.HELD and record.serving_since:
+        # What ends its service may turn out to be its next failure.
+        forgiven = {"failures_in_row": 0} if proved_itself(record, recovery, now) else {}
+        record = record.model_copy(update={"serving_since": "", **forgiven})
     if not record.recoveries or record.recoveries[-1].epoch != record.epoch or record.recoveries[-1].routable:
         return record
     last = record.recoveries[-1]

@@ -17,7 +17,7 @@ from datetime import datetime, timedelta
 from rolloutfleet.api.common import EnginePhase, RecoverySpec
 from rolloutfleet.api.server_group import EngineStatus, Failure, ServerGroup
 from rolloutfleet.plan.engines import EngineView, complete, started_at
-from rolloutfleet.plan.history import begun
+from rolloutfleet.plan.history import begun, proved_itself
 from rolloutfleet.plan.observed import EnginePod, NodeState, parse_time
 from rolloutfleet.plan.revision import digest
 
@@ -155,7 +155,7 @@ def next_life(record: EngineStatus, failure: Failure, epoch: int, group: ServerG
     """The record of the life after one that ended."""
     recovery, roomy = group.spec.recovery, len(group.status.engines) <= ROOMY
     blameless = failure.reason in HARMLESS_ENDS
-    before = 0 if _proved_itself(record, recovery, now) else record.failures_in_row
+    before = 0 if proved_itself(record, recovery, now) else record.failures_in_row
     failures = before if blameless else before + 1
     given_up = recovery.max_restarts is not None and failures > recovery.max_restarts
     in_vain = _lives_that_never_served(record) if blameless else failures
@@ -218,11 +218,6 @@ def word_due(record: EngineStatus) -> datetime | None:
     last = record.last_failure
     since = parse_time(last.time) if last is not None and last.reason == ENDED else None
     return since + KUBELETS_WORD if since is not None else None
-
-
-def _proved_itself(record: EngineStatus, recovery: RecoverySpec, now: datetime) -> bool:
-    since = parse_time(record.serving_since)
-    return since is not None and now - since >= timedelta(seconds=recovery.backoff.reset_after_seconds)
 
 
 def backoff(failures: int, recovery: RecoverySpec, life: str) -> timedelta:

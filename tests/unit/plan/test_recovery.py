@@ -367,6 +367,23 @@ def test_an_engine_that_has_served_long_enough_is_cleared_of_its_failures() -> N
         assert record(world)["failuresInRow"] == failures
 
 
+def test_an_engine_that_fell_silent_before_it_failed_is_cleared_of_its_failures_as_well() -> None:
+    for served, failures in ((299, 3), (301, 1)):
+        backoff = {"initialSeconds": 1, "maxSeconds": 8, "resetAfterSeconds": 300}
+        world = world_with(replicas=1, backoff=backoff, healthCheck={"failureThreshold": 2})
+        die(world, 2)
+        world.settle()
+        world.now = datetime.fromisoformat(record(world)["servingSince"]) + timedelta(seconds=served)
+        uid = world.uid(pod_of(world))
+        world.silent.add(uid)
+        step(world)
+        assert (record(world)["phase"], record(world)["servingSince"]) == ("Starting", ""), "it does not serve"
+        world.unhealthy[uid] = 2
+        step(world)
+        assert record(world)["lastFailure"]["reason"] == "NotAnswering"
+        assert record(world)["failuresInRow"] == failures
+
+
 @pytest.mark.parametrize("served", [0, 1000])
 def test_the_first_failure_in_a_row_begins_the_next_life_in_the_same_step(served: int) -> None:
     world = world_with(backoff={"initialSeconds": 100, "maxSeconds": 300})
