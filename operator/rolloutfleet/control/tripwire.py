@@ -90,6 +90,8 @@ async def _end_of_server(wire: Wire) -> bool:
                 reader, writer = await asyncio.open_connection(address.hostname, address.port)
         except ConnectionRefusedError:
             return number > 0
+        except ConnectionResetError:
+            continue  # the port took it, and closed before we knew
         except (OSError, TimeoutError):
             return False
         try:

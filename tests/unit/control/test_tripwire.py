@@ -135,6 +135,26 @@ def test_a_process_that_dies_piece_by_piece_is_heard_as_well() -> None:
     with_fixture(test)
 
 
+def test_a_connection_that_a_dying_process_resets_before_it_stands_is_no_reason_to_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connect = asyncio.open_connection
+
+    async def test(fixture: Fixture) -> None:
+        async def reset_once(*address: Any) -> Any:
+            monkeypatch.setattr(asyncio, "open_connection", connect)
+            await fixture.listener.die()
+            raise ConnectionResetError
+
+        fixture.wires.tick()
+        await until(lambda: fixture.listener.open)
+        monkeypatch.setattr(asyncio, "open_connection", reset_once)
+        fixture.listener.hang_up()
+        await until(lambda: fixture.closed)
+
+    with_fixture(test)
+
+
 def test_a_connection_that_ends_while_the_server_lives_proves_nothing_and_is_made_again() -> None:
     async def test(fixture: Fixture) -> None:
         tripwire.AGAIN_SECONDS, kept = 0.0, tripwire.AGAIN_SECONDS
