@@ -12,7 +12,7 @@ from api_server.control_plane import ControlPlane
 from rolloutfleet.agent.errors import AgentError
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
-from rolloutfleet.api.names import API_VERSION, trainer_name
+from rolloutfleet.api.names import AGENT_MANAGER, API_VERSION, trainer_name
 from rolloutfleet.api.rollout_server import TrainingStatus, TrainingWeights, WeightsPhase
 from rolloutfleet.kube import client as kube
 
@@ -89,6 +89,30 @@ def test_an_agent_that_does_not_know_yet_that_it_was_overtaken_writes_nothing(cl
         assert there is not None
         assert there.weights is not None
         assert (there.holder, there.weights.version) == ("leader", 2)
+
+    play(cluster, story)
+
+
+def test_a_write_that_was_given_up_and_comes_late_undoes_no_later_one(cluster: ControlPlane) -> None:
+    async def story(api: kube.KubeApi) -> None:
+        await make(api, "late")
+        agent = Agent(api, "late", "agent")
+        await agent.leads()
+        await agent.writes(1)
+        intent = agent.fleet.training
+        await agent.writes(2)
+        manifest = {"apiVersion": API_VERSION, "kind": "RolloutServer"}
+        again = {
+            **manifest,
+            "metadata": {"namespace": NAMESPACE, "name": "late"},
+            "status": {"training": intent.dump()},
+        }
+        with pytest.raises(kube.Invalid, match="an earlier write that comes late"):
+            await api.apply(kube.ROLLOUT_SERVER, again, field_manager=AGENT_MANAGER, force=True, subresource="status")
+        there = await written(api, "late")
+        assert there is not None
+        assert there.weights is not None
+        assert there.weights.version == 2
 
     play(cluster, story)
 

@@ -79,5 +79,6 @@ class Cluster:
         """By the rule of TrainingStatus."""
         there = self.objects[resource.plural, manifest["metadata"]["name"]]
         written = there.get("status", {}).get("training") or {}
-        if manifest["status"]["training"]["fence"] < written.get("fence", 0):
-            raise Invalid("status.training: Invalid value: fence: a number above this one has written", status=422)
+        training = manifest["status"]["training"]
+        if (training["fence"], training["sequence"]) < (written.get("fence", 0), written.get("sequence", 0)):
+            raise Invalid("status.training: Invalid value: fence, sequence: later ones have written", status=422)

@@ -31,6 +31,8 @@ class Leadership:
         self._fleet = fleet
         self._term: tuple[int, str] | None = None
         """The fencing number under which the operation that runs has begun, and the UID of the server that it led."""
+        self._sequence = 0
+        """Of our last write."""
         self.operations = asyncio.Lock()
         """Held by an update, offload or onload: each writes the whole of status.training and pauses engines."""
         self.unasked = False
@@ -85,10 +87,12 @@ class Leadership:
     async def write(self, training: TrainingStatus) -> None:
         """Write our subtree. Raises AgentError when we do not lead any more, ApiError.
 
-        One request, without a look before it: engines may stand still meanwhile. The API server refuses a fencing
-        number below the one that is there (the rule of TrainingStatus).
+        One request, without a look before it: engines may stand still meanwhile. The API server refuses what another
+        term has overtaken, or a later write of ours (the rule of TrainingStatus): a request that was given up may be
+        carried out all the same.
         """
-        stamped = training.model_copy(update={"holder": self.lease.holder, "fence": self.lease.fence})
+        self._sequence += 1
+        stamped = training.model_copy(update={"holder": self.lease.holder, **self._stamp()})
         while True:
             self.require()  # also the bound of this loop: while the API is away, no lease is renewed
             try:
@@ -104,9 +108,12 @@ class Leadership:
                 logger.warning("status of %s not written yet: %s", self._fleet.name, error)
                 await asyncio.sleep(WRITE_PAUSE_SECONDS)
         if there.uid != self._fleet.uid:  # no condition of an apply to a status can say so before
-            await self._apply(TrainingStatus(fence=self.lease.fence))
+            await self._apply(TrainingStatus.model_validate(self._stamp()))
             raise self._replaced()
         self._fleet.server = there
+
+    def _stamp(self) -> dict[str, int]:
+        return {"fence": self.lease.fence, "sequence": self._sequence}
 
     async def _apply(self, training: TrainingStatus) -> RolloutServer:
         manifest = {

@@ -271,12 +271,20 @@ class LastUpdate(Model):
 class TrainingStatus(Model):
     """The agent's subtree: written by the agent that holds the Lease, read by the operator."""
 
-    rules = (Rule("self.fence >= oldSelf.fence", "fence: a number above this one has written; its agent leads"),)
+    rules = (
+        Rule(
+            "!has(oldSelf.fence) || self.fence > oldSelf.fence || (self.fence == oldSelf.fence && "
+            "(!has(oldSelf.sequence) || self.sequence >= oldSelf.sequence))",
+            "fence, sequence: later ones are there: another agent leads, or this is an earlier write that comes late",
+        ),
+    )
 
     holder: Annotated[str, Field(max_length=253)] = ""
     """Pod that leads the fleet."""
     fence: Annotated[int, Field(ge=0)] = 0
-    """Transition count of the Lease when this was written; a smaller number is a late writer."""
+    """Number of the leader's term, by the Lease, when this was written; a smaller one is a late writer."""
+    sequence: Annotated[int, Field(ge=0)] = 0
+    """Number of the write within the term; a smaller one is a late write of the same writer."""
     weights: TrainingWeights | None = None
     last_update: LastUpdate | None = None
     memory: TrainingMemory | None = None

@@ -249,16 +249,20 @@ def names_are_unique(spec: dict[str, Any]) -> bool:
     return len({group["name"] for group in spec["groups"]}) == len(spec["groups"])
 
 
+def moment_of(write: dict[str, int]) -> tuple[int, int]:
+    return write["fence"], write["sequence"]
+
+
 def derived_names_fit(server: dict[str, Any]) -> bool:
     name = server["metadata"]["name"]
     return all(len(f"{name}-{group['name']}") <= DERIVED_NAME_BUDGET for group in server["spec"]["groups"])
 
 
-terms = st.fixed_dictionaries({"fence": st.integers(0, 5)})
+writes = st.fixed_dictionaries({"fence": st.integers(0, 3), "sequence": st.integers(0, 3)})
 
 
 TWINS = (
-    Twin("fence: a number above", terms, lambda old, new: old["fence"] <= new["fence"], of_changes=True),
+    Twin("fence, sequence: later", writes, lambda old, new: moment_of(old) <= moment_of(new), of_changes=True),
     Twin("engine.args: keys are flags", arguments(OWNED_ENGINE_ARGS), keys_are_flags),
     Twin("engine.args: these flags", arguments(OWNED_ENGINE_ARGS), no_owned(OWNED_ENGINE_ARGS)),
     Twin("router.args: keys are flags", arguments(OWNED_ROUTER_ARGS), keys_are_flags),
