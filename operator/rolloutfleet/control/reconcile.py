@@ -129,6 +129,6 @@ class Reconciler:
             return
         try:
             await self._executor.perform(key, action)
-        except ApiError:
-            logger.exception("%s/%s: %s failed", key.namespace, key.name, type(action).__name__)
+        except ApiError as error:
+            logger.warning("%s/%s: %s failed: %s", key.namespace, key.name, type(action).__name__, error)
             raise

@@ -13,6 +13,8 @@ import time
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
 
+from rolloutfleet.kube.errors import ApiError
+
 logger = logging.getLogger(__name__)
 
 K = TypeVar("K", bound=Hashable)
@@ -94,7 +96,10 @@ class WorkQueue(Generic[K]):
                 await reconcile(key)
             except Exception as error:
                 pause = self._backoff(key)
-                logger.warning("%s: %s; again in %.1f s", key, error, pause, exc_info=True)
+                expected = isinstance(
+                    error, ApiError
+                )  # it says what the API server said: our way there explains nothing
+                logger.warning("%s: %s; again in %.1f s", key, error, pause, exc_info=not expected)
                 self.add_after(key, pause)
             else:
                 self._failures.pop(key, None)
