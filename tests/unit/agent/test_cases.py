@@ -1,4 +1,5 @@
-"""What broke others' sidecars, tried here: docs/cases-samples.md says what it was. Numbers are the cases'."""
+"""What broke others' sidecars, tried here: docs/cases-samples.md and, for 7, docs/cases-operator.md say what it was.
+Numbers are the cases'."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.agent.memory import Memory
 from rolloutfleet.agent.sampling import Sampler
+from rolloutfleet.agent.settings import agent_port, load_settings
 from rolloutfleet.agent.updates import Updater
 from rolloutfleet.api.agent import FleetState, Generate, MemoryRequest
+from rolloutfleet.api.names import AGENT_METRICS_PORT, AGENT_PORT
 from rolloutfleet.engine.router import RouterClient
 from rolloutfleet.kube.client import ROLLOUT_SERVER, KubeApi, Resource
 from rolloutfleet.kube.errors import Forbidden
@@ -21,6 +24,24 @@ from rolloutfleet.kube.lease import DURATION_SECONDS, HeldBy, LeaseHolder
 from stand_ins.kubernetes import Object
 from unit.agent.world import World, answer, play, wanted
 from unit.engine.stand_in import StandIn
+
+
+def test_7_what_services_put_into_the_environment_of_a_trainers_pod_is_no_setting_of_the_agent() -> None:
+    links = {
+        f"ROLLOUTFLEET_{name}_{what}": value
+        for name in ("AGENT", "AGENT_METRICS")
+        for what, value in {
+            "SERVICE_HOST": "10.96.0.9",
+            "SERVICE_PORT": "80",
+            "PORT": "tcp://10.96.0.9:80",
+            "PORT_80_TCP_ADDR": "10.96.0.9",
+        }.items()
+    }
+    ours = {"ROLLOUTFLEET_SERVERS": "actor=qwen", "POD_NAME": "trainer", "POD_NAMESPACE": "rl"}
+    settings = load_settings({**links, "POD_PORT": "tcp://10.96.0.9:80", **ours})
+    assert (settings.host, settings.port, settings.metrics_port) == ("127.0.0.1", AGENT_PORT, AGENT_METRICS_PORT)
+    assert settings == load_settings(ours)
+    assert agent_port(links) == AGENT_PORT, "of the health check, too"
 
 
 def test_28_an_account_that_the_server_does_not_name_is_told_so_once_in_the_events_of_its_pod(tmp_path: Path) -> None:

@@ -17,11 +17,13 @@ NAMED = re.compile(r"`([\w/.-]+\.py)::(\w+)(?:\[[^`]*\])?`")
 COMPLAINTS = DOCS / "peers-complaints.md"
 OWN_TESTS = "tests/unit/plan/test_complaints.py"
 CASES = {
+    DOCS / "cases-operator.md": {6, 7, 9, 12, 14, 15, 17, 19, 20, 21, 23, 24, 25, 47, 65, 67, 70, 72},
     DOCS / "cases-samples.md": {27, 28, 29, 30, 50, 51, 55, 56, 57, 58, 61, 62, 64},
     DOCS / "cases-weights.md": {30, 34, 35, 38, 39, 40, 41},
 }
 """Tables of cases, and the numbers that each has."""
 TESTS_OF_CASES = (
+    "tests/unit/plan/test_cases.py",
     "tests/unit/agent/test_cases.py",
     "tests/unit/collection/test_cases.py",
     "tests/api_server/test_injected_pods.py",

@@ -64,6 +64,69 @@ def test_lists_merge_by_their_keys_and_other_lists_are_replaced() -> None:
     assert pod["metadata"]["labels"]["rolloutfleet.dev/epoch"] == "3"
 
 
+ADDED = {"name": "MINE", "value": "$(THEIRS)"}
+MERGED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (
+        {"containers": [{"name": "engine", "ports": [{"containerPort": 30000, "protocol": "UDP"}]}]},
+        {"containers": [{"name": "engine", "ports": [{"name": "http", "containerPort": 30000, "protocol": "UDP"}]}]},
+    ),
+    (
+        {"containers": [{"name": "engine", "env": [{"name": "HOME", "value": "/root"}, ADDED]}]},
+        {"containers": [{"name": "engine", "env": [{"name": "HOME", "value": "/root"}, ADDED]}]},
+    ),
+    (
+        {"containers": [{"name": "engine", "resources": {"limits": {"nvidia.com/gpu": None, "cpu": "8"}}}]},
+        {"containers": [{"name": "engine", "resources": {"limits": {"cpu": "8"}}}]},
+    ),
+    (
+        {"containers": [{"name": "engine", "volumeMounts": [{"mountPath": "/dev/shm", "name": "mine"}]}]},
+        {"containers": [{"name": "engine", "volumeMounts": [{"mountPath": "/dev/shm", "name": "mine"}]}]},
+    ),
+    (
+        {"volumes": [{"name": "cache", "emptyDir": None, "hostPath": {"path": "/c"}}, {"name": "more", "nfs": {}}]},
+        {"volumes": [{"name": "cache", "hostPath": {"path": "/c"}}, {"name": "more", "nfs": {}}]},
+    ),
+    ({"tolerations": [{"key": "pool"}]}, {"tolerations": [{"key": "pool"}]}),
+    ({"nodeSelector": {"gpu": "h200"}}, {"nodeSelector": {"zone": "a", "gpu": "h200"}}),
+]
+"""Overlays of POD, and what `kubectl patch --local --type=strategic` (1.34) makes of the fields that they name: but for
+the order in lists, where it puts what an overlay adds first, and we last."""
+POD: dict[str, Any] = {
+    "containers": [
+        {
+            "name": "engine",
+            "ports": [{"name": "http", "containerPort": 30000, "protocol": "TCP"}],
+            "env": [{"name": "HOME", "value": "/cache"}],
+            "resources": {"limits": {"nvidia.com/gpu": "4"}},
+            "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+        }
+    ],
+    "volumes": [{"name": "cache", "emptyDir": {}}],
+    "tolerations": [{"key": "nvidia.com/gpu"}],
+    "nodeSelector": {"zone": "a"},
+}
+
+
+@pytest.mark.parametrize(("overlay", "merged"), MERGED)
+def test_an_overlay_gives_what_kubectl_patch_gives(overlay: dict[str, Any], merged: dict[str, Any]) -> None:
+    wanted = {**POD, **merged}
+    if "containers" in merged:
+        wanted["containers"] = [{**POD["containers"][0], **merged["containers"][0]}]
+    assert merge(POD, overlay) == wanted
+
+
+@pytest.mark.parametrize("command", [None, ["/activate.sh"]])
+def test_whatever_the_image_starts_with_the_arguments_are_handed_on(command: list[str] | None) -> None:
+    engine = {"name": "engine", **({"command": command} if command else {})}
+    plain, changed = (
+        engine_pod(group(template), index=0, epoch=1, defaults=DEFAULTS)["spec"]["containers"][0]
+        for template in (None, {"spec": {"containers": [engine]}})
+    )
+    assert plain["command"] == ["python3", "-m", "sglang.launch_server"], "the image's ENTRYPOINT is not used"
+    assert changed["command"] == (command or plain["command"])
+    assert changed["args"] == plain["args"] != []
+
+
 def test_null_removes_a_field() -> None:
     pod = engine_pod(
         group({"spec": {"containers": [{"name": "engine", "readinessProbe": None}]}}),

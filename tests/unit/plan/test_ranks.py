@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -90,6 +91,27 @@ def test_an_engine_is_not_up_before_its_last_rank_is() -> None:
     world.settle()
     assert len(world.listed()) == 1
     assert set(world.pods) == {"qwen-main-0-e1-r0", "qwen-main-0-e1-r1"}, "the missing one only is created"
+
+
+def test_when_a_rank_hangs_before_the_first_answer_all_are_replaced_at_the_startup_deadline() -> None:
+    world = World(ranks_server())
+    world.spec()["recovery"] = {"startupDeadlineSeconds": 600}
+    for _ in range(2):
+        for action in world.plan():
+            world.perform(action)
+    world.silent.add(world.uid("qwen-main-0-e1-r0"))  # rank 0 waits for the other, whose own /health is a dummy
+    world.run_pods()
+    first = {"qwen-main-0-e1-r0", "qwen-main-0-e1-r1"}
+    assert {name for name, pod in world.pods.items() if pod["status"]["phase"] == "Running"} == first
+    world.now += timedelta(seconds=590)
+    world.settle(patient=False)
+    assert set(world.pods) == first
+    assert not world.listed()
+    world.now += timedelta(seconds=20)
+    world.settle()
+    assert set(world.pods) == {"qwen-main-0-e2-r0", "qwen-main-0-e2-r1"}
+    assert world.group_status()["engines"][0]["lastFailure"]["reason"] == "StartupDeadlineExceeded"
+    assert len(world.listed()) == 1
 
 
 def test_a_crash_behind_any_action_never_leaves_half_an_engine() -> None:

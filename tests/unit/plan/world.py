@@ -343,7 +343,7 @@ class World:
 
     def _create(self, manifest: dict[str, Any]) -> None:
         name = manifest["metadata"]["name"]
-        if name in self.pods:
+        if name in self.pods or name in self.create_failures:
             return
         assert name not in self.recorded, f"{name} is created a second time: an epoch was used twice"
         seen = engine_pod({**manifest, "metadata": {**manifest["metadata"], "uid": ""}})
