@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import sqlite3
 from contextlib import AsyncExitStack, ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -291,6 +292,20 @@ def test_62_one_three_or_no_samples_of_a_prompt_with_everything_else_at_once(tmp
     collect(tmp_path, story)
 
 
+def freeze_between_transactions(process: int, store: str) -> None:
+    """In the middle of one its lock keeps out whoever comes next (StoreBusy), as SQLite's locks do until it ends."""
+    for _ in range(100):
+        os.kill(process, signal.SIGSTOP)
+        with closing(sqlite3.connect(store, timeout=0.2, isolation_level=None)) as file:
+            try:
+                file.execute("BEGIN IMMEDIATE")
+                file.execute("ROLLBACK")
+                return
+            except sqlite3.OperationalError:
+                os.kill(process, signal.SIGCONT)
+    raise AssertionError("it was in a transaction each time")
+
+
 def test_64_an_agent_that_was_frozen_while_the_next_one_opened_its_file_can_hand_out_nothing_when_it_is_thawed(
     tmp_path: Path,
 ) -> None:
@@ -307,7 +322,7 @@ def test_64_an_agent_that_was_frozen_while_the_next_one_opened_its_file_can_hand
         trained = {step: prompts(run.batch(step)) for step in (1, 2, 3)}
         run.acknowledge(3)
         fourth = prompts(run.batch(4))
-        os.kill(int(frozen.pid or 0), signal.SIGSTOP)
+        freeze_between_transactions(int(frozen.pid or 0), store)
         stack.callback(os.kill, int(frozen.pid or 0), signal.SIGCONT)
 
         stack.enter_context(new.agent())

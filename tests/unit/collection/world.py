@@ -170,6 +170,10 @@ class CollectionWorld:
         await self.collections.end()
         self.engines.held = False
 
+    async def until_nothing_runs(self) -> None:
+        """A loop that has failed stops what it has begun: who is refused meanwhile does not wait for it."""
+        await self.until(lambda: not self.collections.current._collector.open)
+
     async def until_finished(self, groups: int) -> None:
         await self.until(lambda: self.collections.current._collector.finished == groups)
 
