@@ -23,7 +23,6 @@ from rolloutfleet.plan.objects import Defaults
 
 GARBAGE = 20_000
 """Objects between two searches for cycles: a list of pods makes that many at once, and Python's 700 cost 8 % of CPU."""
-LIVENESS = "http://0.0.0.0:8080/healthz"
 
 
 async def run() -> None:
@@ -37,6 +36,8 @@ async def run() -> None:
     unfenced = KubeApi(credentials, max_connections=4, observe=metrics.api_answered)
     leadership = Leadership(operators_lease(unfenced, own_namespace, name) if own_namespace else None)
     webhook = webhook_settings(own_namespace)
+    # The kubelet asks at the address that this pod has, and engines get addresses of the same family.
+    bind_address = "::" if ":" in os.environ.get("POD_IP", "") else "0.0.0.0"
     operator = Operator(
         api=KubeApi(
             credentials,
@@ -48,8 +49,7 @@ async def run() -> None:
             router_image=required("ROLLOUTFLEET_ROUTER_IMAGE"),
             placeholder_image=required("ROLLOUTFLEET_PLACEHOLDER_IMAGE"),
             agent_image=required("ROLLOUTFLEET_AGENT_IMAGE"),
-            # Engines get addresses of the family that this pod has.
-            bind_address="::" if ":" in os.environ.get("POD_IP", "") else "0.0.0.0",
+            bind_address=bind_address,
             image_pull_policy=os.environ.get("ROLLOUTFLEET_IMAGE_PULL_POLICY", "IfNotPresent"),
         ),
         namespace=namespace,
@@ -66,9 +66,14 @@ async def run() -> None:
         standalone=True,
         clusterwide=namespace is None,
         namespaces=[namespace] if namespace else [],
-        liveness_endpoint=LIVENESS,
+        liveness_endpoint=liveness_endpoint(bind_address),
     )
     await unfenced.close()
+
+
+def liveness_endpoint(bind_address: str) -> str:
+    host = f"[{bind_address}]" if ":" in bind_address else bind_address
+    return f"http://{host}:8080/healthz"
 
 
 def webhook_settings(own_namespace: str | None) -> WebhookSettings | None:

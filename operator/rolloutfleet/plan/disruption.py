@@ -27,7 +27,12 @@ def disruption_budgets(
         if _evictable(group)
     ]
     if server.spec.router.replicas > 1:
-        spec = {"maxUnavailable": 1, "selector": {"matchLabels": router_labels(server)}}
+        spec = {
+            "maxUnavailable": 1,
+            "selector": {"matchLabels": router_labels(server)},
+            # None is ready before an engine serves: their nodes could not be drained until one does.
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        }
         budgets.append(_budget(server, router_name(server.name), spec))
     return budgets
 

@@ -58,6 +58,8 @@ CACHE_VOLUME = "rolloutfleet-cache"
 EXIT_SECONDS = 60
 """SGLang polls its own shutdown every 5 s and gives its schedulers 15 s."""
 SHM_VOLUME = "rolloutfleet-shm"
+KUBERNETES_GRACE_SECONDS = 30
+"""Of a pod that says nothing."""
 CLAIM = "rolloutfleet-gpus"
 """What a colocated engine's pod calls the trainer's ResourceClaim."""
 
@@ -170,7 +172,8 @@ def _engine_spec(group: ServerGroup, index: int, epoch: int, rank: int, defaults
         if copy is not None and spec.copies_weights:
             volumes += copy_volumes(copy)
             mounts.append(copy_mount())
-            user = bool(((spec.template or {}).get("spec") or {}).get("securityContext", {}).get("runAsUser"))
+            context = ((spec.template or {}).get("spec") or {}).get("securityContext")
+            user = isinstance(context, dict) and bool(context.get("runAsUser"))
             worker = worker_container(spec.weights, copy, weights_mount, user=user, defaults=defaults)
             sidecars = {"initContainers": [worker]}
     claims, resources = _gpus(spec, index, rank)
@@ -284,7 +287,7 @@ def _ports(spec: ServerGroupSpec) -> list[dict[str, Any]]:
 
 
 def _refuse_short_grace(pod_spec: dict[str, Any], group: ServerGroup) -> None:
-    grace = pod_spec["terminationGracePeriodSeconds"]
+    grace = pod_spec.get("terminationGracePeriodSeconds", KUBERNETES_GRACE_SECONDS)
     if group.spec.role == "Placeholder":
         return
     if not isinstance(grace, int) or grace < group.spec.drain_timeout_seconds:

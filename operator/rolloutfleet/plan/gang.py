@@ -44,7 +44,8 @@ def gang_api(spec: ServerGroupSpec, available: Collection[str]) -> str:
     if spec.own_engine.nodes == 1 or scheduler == _DEFAULT_SCHEDULER:
         return ""
     metadata = template.get("metadata") or {}
-    theirs = {*(metadata.get("labels") or {}), *(metadata.get("annotations") or {})}
+    maps = (metadata.get(field) for field in ("labels", "annotations"))
+    theirs = {name for named in maps if isinstance(named, Mapping) for name in named}  # any other is refused elsewhere
     if theirs & {COSCHEDULING_LABEL, VOLCANO_ANNOTATION}:
         return ""
     api = VOLCANO if scheduler == "volcano" else COSCHEDULING

@@ -1,11 +1,14 @@
 """A pod template overlay, laid over a pod by the rules of Kubernetes' strategic merge.
 
 Maps merge key by key and null removes a key. Lists with a merge key merge item by item; other lists are replaced.
+What would take the place of a map or of such a list and is none is refused, and so is null for such a list: what the
+operator has put there would go with it.
 `$patch`, `$retainKeys` and their like are refused: stored as fields they would be silently ignored.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
@@ -37,12 +40,18 @@ def merge(base: Mapping[str, Any], overlay: Mapping[str, Any], *, path: str = "t
         here = f"{path}.{key}"
         if key.startswith("$"):
             raise OverlayError(f"{here}: patch directives are not supported; remove it and write the fields wanted")
-        if value is None:
+        there = merged.get(key)
+        if isinstance(there, list) and key in MERGE_KEYS:
+            if not isinstance(value, list):
+                text = f"must be a list, whose items are merged by {MERGE_KEYS[key]} with those of the operator"
+                raise OverlayError(f"{here}: {_shown(value)} {text}")
+            merged[key] = _merge_list(there, value, MERGE_KEYS[key], here)
+        elif value is None:
             merged.pop(key, None)
-        elif isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
-            merged[key] = merge(merged[key], value, path=here)
-        elif isinstance(value, list) and key in MERGE_KEYS and isinstance(merged.get(key), list):
-            merged[key] = _merge_list(merged[key], value, MERGE_KEYS[key], here)
+        elif isinstance(there, Mapping):
+            if not isinstance(value, Mapping):
+                raise OverlayError(f"{here}: {_shown(value)} must be an object, or null to remove it")
+            merged[key] = merge(there, value, path=here)
         else:
             _refuse_directives(value, here)
             merged[key] = deepcopy(value)
@@ -64,6 +73,10 @@ def _merge_list(base: list[Any], overlay: list[Any], key: str, path: str) -> lis
         else:
             merged[found] = merge(merged[found], item, path=here)
     return merged
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value)[:40]
 
 
 def _refuse_directives(value: Any, path: str) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from typing import cast
+from urllib.parse import urlsplit
 
 import kopf
+import pytest
 
+from rolloutfleet.control.__main__ import liveness_endpoint
 from rolloutfleet.control.operator import WATCHED, Operator, configure, registry_for
 from rolloutfleet.kube.resources import POD_GROUPS
 from rolloutfleet.plan.objects import CHILD_KINDS
@@ -16,6 +19,12 @@ def test_kopf_has_handlers_of_events_alone_and_so_adds_no_finalizer_and_no_progr
     assert registry._watching.get_all_handlers()
     for others in (registry._changing, registry._spawning, registry._indexing, registry._webhooks):
         assert not others.get_all_handlers(), "a handler of changes, a timer, a daemon or an index"
+
+
+@pytest.mark.parametrize(("own", "host"), [("0.0.0.0", "0.0.0.0"), ("::", "::")])
+def test_the_kubelet_is_answered_at_the_family_of_the_pods_address(own: str, host: str) -> None:
+    """kopf listens at the host of this URL alone."""
+    assert (urlsplit(liveness_endpoint(own)).hostname, urlsplit(liveness_endpoint(own)).port) == (host, 8080)
 
 
 def test_whatever_the_operator_makes_is_watched_or_listed_anew() -> None:

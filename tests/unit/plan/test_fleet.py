@@ -444,10 +444,18 @@ def test_an_engine_that_joins_takes_no_router_out_of_its_service() -> None:
     assert len(world.listed()) == 4
 
 
-def test_a_template_that_cannot_be_applied_takes_no_engine_down() -> None:
+@pytest.mark.parametrize(
+    "template",
+    [
+        {"spec": {"restartPolicy": "Always"}},
+        {"spec": {"containers": None}},
+        {"spec": {"terminationGracePeriodSeconds": None}, "metadata": {"labels": 5}},
+    ],
+)
+def test_a_template_that_cannot_be_applied_takes_no_engine_down(template: dict[str, Any]) -> None:
     world = serving_world(replicas=3)
     before = world.engine_names()
-    world.spec()["template"] = {"spec": {"restartPolicy": "Always"}}
+    world.spec()["template"] = template
     world.settle()
     assert world.engine_names() == before
     assert len(world.listed()) == 3

@@ -152,12 +152,33 @@ def test_null_removes_a_field() -> None:
         ({"spec": {"$setElementOrder/containers": []}}, "template.spec.$setElementOrder/containers"),
         ({"metadata": {"name": "x"}}, "template.metadata.name"),
         ({"status": {}}, "template.status"),
+        (
+            {"spec": {"terminationGracePeriodSeconds": None}},
+            "template.spec.terminationGracePeriodSeconds: 30 is shorter",
+        ),
+        ({"spec": {"containers": None}}, "template.spec.containers: null must be a list"),
+        ({"spec": {"containers": "engine"}}, 'template.spec.containers: "engine" must be a list'),
+        ({"spec": {"volumes": {"name": "v"}}}, "template.spec.volumes: {"),
+        ({"spec": {"containers": [{"name": "engine", "env": None}]}}, "template.spec.containers[0].env: null"),
+        ({"metadata": {"labels": ["a"]}}, 'template.metadata.labels: ["a"] must be an object'),
+        ({"metadata": {"annotations": 5}}, "template.metadata.annotations: 5 must be an object"),
+        ({"metadata": None}, "template.metadata: must be an object"),
     ],
 )
 def test_what_cannot_be_applied_is_refused_by_its_field(template: dict[str, Any], field: str) -> None:
     with pytest.raises(OverlayError) as refusal:
         engine_pod(group(template), index=0, epoch=1, defaults=DEFAULTS)
     assert str(refusal.value).startswith(field)
+
+
+@pytest.mark.parametrize("context", [None, "root", {"runAsUser": None}])
+def test_a_security_context_that_says_nothing_of_a_user_is_none_to_the_worker(context: Any) -> None:
+    spec = group({"spec": {"securityContext": context}}).spec.dump()
+    weights = {"volume": {"emptyDir": {}}, "mountPath": "/w", "localCopy": {"sizeLimit": "40Gi"}}
+    metadata = {"name": "qwen-main", "namespace": "rl", "uid": "u"}
+    copying = ServerGroup.model_validate({"metadata": metadata, "spec": {**spec, "weights": weights}})
+    worker = engine_pod(copying, index=0, epoch=1, defaults=DEFAULTS)["spec"]["initContainers"][0]
+    assert worker["securityContext"]["runAsUser"]
 
 
 def test_the_order_of_keys_in_a_template_makes_no_new_revision() -> None:

@@ -561,3 +561,9 @@ def test_a_budget_is_made_when_an_engine_has_served_and_stays_while_none_does() 
         world.delete_pod(name)
     step(world)
     assert budget in world.children
+
+
+def test_routers_that_wait_for_the_first_engine_keep_no_node_from_being_drained() -> None:
+    world = World(rollout_server(router={"replicas": 2}), routers=2)
+    world.settle()
+    assert world.children["PodDisruptionBudget/qwen-router"]["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
