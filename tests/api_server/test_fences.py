@@ -54,6 +54,14 @@ async def make_lease(api: kube.KubeApi, name: str) -> None:
     )
 
 
+async def leading(api: kube.KubeApi, server: str, pod: str = "agent") -> Agent:
+    """One that leads it and has written version 1."""
+    agent = Agent(api, server, pod)
+    await agent.leads()
+    await agent.writes(1)
+    return agent
+
+
 async def written(api: kube.KubeApi, name: str) -> TrainingStatus | None:
     fleet = Agent(api, name, "nobody").fleet
     await fleet.refresh()
@@ -75,9 +83,7 @@ def play(cluster: ControlPlane, story: Callable[[kube.KubeApi], Coroutine[Any, A
 def test_an_agent_that_does_not_know_yet_that_it_was_overtaken_writes_nothing(cluster: ControlPlane) -> None:
     async def story(api: kube.KubeApi) -> None:
         await make(api, "overtaken")
-        late, leader = Agent(api, "overtaken", "late"), Agent(api, "overtaken", "leader")
-        await late.leads()
-        await late.writes(1)
+        late, leader = await leading(api, "overtaken", "late"), Agent(api, "overtaken", "leader")
         await late.leadership.lease.release()
         await leader.leads()
         await leader.writes(2)
@@ -96,14 +102,12 @@ def test_an_agent_that_does_not_know_yet_that_it_was_overtaken_writes_nothing(cl
 def test_a_write_that_was_given_up_and_comes_late_undoes_no_later_one(cluster: ControlPlane) -> None:
     async def story(api: kube.KubeApi) -> None:
         await make(api, "late")
-        agent = Agent(api, "late", "agent")
-        await agent.leads()
-        await agent.writes(1)
+        agent = await leading(api, "late")
         intent = agent.fleet.training
         await agent.writes(2)
-        manifest = {"apiVersion": API_VERSION, "kind": "RolloutServer"}
         again = {
-            **manifest,
+            "apiVersion": API_VERSION,
+            "kind": "RolloutServer",
             "metadata": {"namespace": NAMESPACE, "name": "late"},
             "status": {"training": intent.dump()},
         }
@@ -120,9 +124,7 @@ def test_a_write_that_was_given_up_and_comes_late_undoes_no_later_one(cluster: C
 def test_what_was_begun_for_a_server_is_not_written_to_another_of_its_name(cluster: ControlPlane) -> None:
     async def story(api: kube.KubeApi) -> None:
         await make(api, "anew")
-        agent = Agent(api, "anew", "agent")
-        await agent.leads()
-        await agent.writes(1)
+        agent = await leading(api, "anew")
         await api.delete(kube.ROLLOUT_SERVER, "anew", namespace=NAMESPACE)
         await api.delete(kube.LEASE, trainer_name("anew"), namespace=NAMESPACE)
         await make(api, "anew")
@@ -142,9 +144,7 @@ def test_an_agent_leads_on_after_somebody_deleted_its_lease(cluster: ControlPlan
     async def story(api: kube.KubeApi) -> None:
         await make(api, "leaseless")
         for pod in ("first", "second"):
-            agent = Agent(api, "leaseless", pod)
-            await agent.leads()
-            await agent.writes(1)
+            agent = await leading(api, "leaseless", pod)
             await agent.leadership.lease.release()
         await api.delete(kube.LEASE, trainer_name("leaseless"), namespace=NAMESPACE)
         await make_lease(api, "leaseless")

@@ -96,9 +96,8 @@ class WorkQueue(Generic[K]):
                 await reconcile(key)
             except Exception as error:
                 pause = self._backoff(key)
-                expected = isinstance(
-                    error, ApiError
-                )  # it says what the API server said: our way there explains nothing
+                # What the API server said explains itself, and our way there nothing.
+                expected = isinstance(error, ApiError)
                 logger.warning("%s: %s; again in %.1f s", key, error, pause, exc_info=not expected)
                 self.add_after(key, pause)
             else:
