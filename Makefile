@@ -86,13 +86,10 @@ status: ## what runs
 
 # Named by what they are made from: a newer file of the same content must not take them from under others' feet.
 $(ROUTER)/complete:
-	@rm -rf $(ROUTER) && $(CACHE)/uv-0.13.9/bin/uv venv -q --python /usr/bin/python3.11 $(ROUTER)
-	@VIRTUAL_ENV=$(ROUTER) $(CACHE)/uv-0.13.9/bin/uv pip install -q --no-deps -r images/router/requirements.txt
-	@touch $@
+	@bash $(CLUSTER) tools
+	@bash $(CLUSTER) environment $(ROUTER) images/router/requirements.txt --no-deps
 
 dev: $(DEV)/complete
 $(DEV)/complete:
 	@bash $(CLUSTER) tools
-	@rm -rf $(DEV) && $(CACHE)/uv-0.13.9/bin/uv venv -q --python /usr/bin/python3.11 $(DEV)
-	@VIRTUAL_ENV=$(DEV) $(CACHE)/uv-0.13.9/bin/uv pip install -q -r tests/requirements.txt
-	@touch $@
+	@bash $(CLUSTER) environment $(DEV) tests/requirements.txt

@@ -30,7 +30,8 @@ address() { echo "10.89.0.1${1#node}"; }
 pod_range() { echo "10.244.${1#node}.0/24"; }
 say() { printf '\033[1m[%4ds]\033[0m %s\n' "$SECONDS" "$*" >&2; }
 
-# One `up`, `down` or `load-image` at a time. Outside the state folder, which `down` removes; daemons close it (9>&-).
+# One at a time of those that change the cache or the cluster: two first runs at once took each other's half-built
+# files. Outside the state folder, which `down` removes; daemons close it (9>&-).
 # What runs inside another of them has the lock already.
 lock() {
   [ -z "${ROLLOUTFLEET_LOCKED:-}" ] || return 0

@@ -1,5 +1,6 @@
 # The real SGLang with torch (7 GB) as an environment that pods mount, and tiny random models.
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+lock
 
 if [ ! -f "$ENGINE/complete" ]; then
   say "installing SGLang and torch into $ENGINE (7 GB, once)"

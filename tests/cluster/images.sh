@@ -1,5 +1,6 @@
 # Builds every image of images/ that has changed, as archives in the cache. No registry and no daemon: buildah.
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+lock
 mkdir -p "$IMAGES"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

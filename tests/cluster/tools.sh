@@ -1,5 +1,6 @@
 # Debian packages and Kubernetes' own binaries, built from Go modules: about 10 minutes cold on 2 cores, then nothing.
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+lock
 
 PACKAGES="containerd runc containernetworking-plugins iptables conntrack iproute2 debootstrap buildah gcc libc6-dev
   chromium-headless-shell fonts-dejavu-core openssl procps python3 python3-venv ca-certificates postgresql-15

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from gpu import deaths, layouts, memory, pauses, refusals, speed
+from gpu import deaths, layouts, memory, pauses, quantised, refusals, speed
 from gpu.machine import ANOTHER_POD, FOLDER, SCRATCH, STATE, GpuEngine, make_checkpoints, start
 from gpu.setting import BESIDE, BOTH, FAR, say
 
@@ -30,14 +30,15 @@ def start_engines() -> None:
     """All, or those that ENGINES names."""
     make_checkpoints()
     wanted = os.environ.get("ENGINES", ",".join((BESIDE, *FAR, BOTH))).split(",")
+    only_one = torch.cuda.device_count() == 1
+    far_gpu, shared = ("0", ["--mem-fraction-static", "0.9"]) if only_one else ("1", [])
     small = ["--disable-cuda-graph", "--max-total-tokens", "65536"]
     engines = []
     if BESIDE in wanted:
         flags = ["--enable-memory-saver", "--cuda-graph-max-bs", "8"]
         engines.append(start(BESIDE, gpus="0", flags=flags, prefix=ANOTHER_POD))
-    if torch.cuda.device_count() > 1:
-        engines += [start(name, gpus="1", flags=small) for name in FAR if name in wanted]
-    if torch.cuda.device_count() > 1 and BOTH in wanted:
+    engines += [start(name, gpus=far_gpu, flags=[*small, *shared]) for name in FAR if name in wanted]
+    if not only_one and BOTH in wanted:
         engines.append(start(BOTH, gpus="0,1", flags=[*small, *TWO_RANKS]))
     began = time.monotonic()
     STATE.write_text(json.dumps({engine.name: engine.noted for engine in engines}))
@@ -66,6 +67,7 @@ PHASES: dict[str, Callable[[], None]] = {
     "load": pauses.load,
     "mismatch": refusals.mismatch,
     "poison": refusals.poison,
+    "fp8": quantised.fp8,
     "ranks": layouts.ranks,
     "ranks-nccl": layouts.ranks_nccl,
     "senders": layouts.senders,

@@ -54,7 +54,9 @@ def make_checkpoints() -> None:
         torch.cuda.empty_cache()
 
 
-def start(name: str, *, gpus: str, flags: list[str], prefix: list[str] | None = None) -> GpuEngine:
+def start(
+    name: str, *, gpus: str, flags: list[str], prefix: list[str] | None = None, model: Path = FOLDER / "m0"
+) -> GpuEngine:
     SCRATCH.mkdir(exist_ok=True)
     environment = {
         "TMPDIR": str(SCRATCH),
@@ -64,7 +66,10 @@ def start(name: str, *, gpus: str, flags: list[str], prefix: list[str] | None = 
         "FLASHINFER_WORKSPACE_BASE": "/tmp",
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
     }
-    command = [*(prefix or []), sys.executable, "-m", "sglang.launch_server", "--model-path", str(FOLDER / "m0")]
+    if torch.cuda.device_count() == 1:
+        # NCCL takes no GPU twice: it is told that engines are on another host, and goes through sockets.
+        environment["NCCL_HOSTID"] = "engines"
+    command = [*(prefix or []), sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     return GpuEngine([*command, *FLAGS, *flags], name=name, logs=FOLDER, **environment)
 
 

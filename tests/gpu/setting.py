@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from rolloutfleet.trainer import Fleet
 BESIDE = "beside"
 """An engine on the trainer's GPU, in namespaces of its own as in another pod."""
 FAR = ("far0", "far1", "far2")
-"""Engines on the other GPU."""
+"""Engines on the other GPU; on a machine with one GPU on that one, and NCCL goes through sockets."""
 BOTH = "both"
 """An engine of two ranks, one on each GPU."""
 
@@ -66,9 +67,11 @@ class Reference:
 class Trainer:
     """The agent, the library, and engines."""
 
-    def __init__(self, *engines: GpuEngine, ranks: int = 1, colocated: bool = False) -> None:
-        """`ranks`: of each engine. `colocated`: on the trainer's GPUs."""
-        self.agent = Agent(engines, served=FOLDER / "m0", folder=FOLDER, ranks=ranks, colocated=colocated)
+    def __init__(
+        self, *engines: GpuEngine, ranks: int = 1, colocated: bool = False, served: Path = FOLDER / "m0"
+    ) -> None:
+        """`ranks`: of each engine. `colocated`: on the trainer's GPUs. `served`: what the engines have started with."""
+        self.agent = Agent(engines, served=served, folder=FOLDER, ranks=ranks, colocated=colocated)
         self.fleet: Fleet = self.agent.connect()
 
     def __enter__(self) -> Trainer:

@@ -12,7 +12,15 @@ from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.agent.volume import unreadable
 from rolloutfleet.api.agent import TensorMeta, UpdateOptions
 from rolloutfleet.api.rollout_server import Transport
-from rolloutfleet.engine.checkpoint import Checkpoint, differences, is_quantised, missing, read_checkpoint, unfit
+from rolloutfleet.engine.checkpoint import (
+    Checkpoint,
+    Quantization,
+    differences,
+    missing,
+    quantization,
+    read_checkpoint,
+    unfit,
+)
 from rolloutfleet.engine.errors import CheckpointError
 from rolloutfleet.engine.versions import is_delta
 
@@ -21,6 +29,7 @@ logger = logging.getLogger(__name__)
 DIFFERENCES_SHOWN = 5
 DIFFERENCES_TOLD = 100
 QUANTISING_FLAGS = ("quantization", "torchao-config")
+RELOADABLE = Quantization("fp8", by_blocks=True)
 MOVING_NAMES = frozenset({"latest", "newest", "current", "last"})
 ONE_FOLDER = "write each version into a folder of its own, named when it is complete, and never change it"
 
@@ -46,7 +55,7 @@ def target_version(fleet: Fleet, options: UpdateOptions) -> int:
 
 def refuse_layouts(fleet: Fleet, transport: Transport) -> None:
     """Raises AgentError for engines that cannot take weights this way."""
-    _refuse_quantised_on_load(fleet)
+    _refuse_not_reloadable(fleet)
     if transport not in ("distributed", "tensor"):
         return
     for group, engine in fleet.trained_engines():
@@ -65,24 +74,37 @@ def refuse_layouts(fleet: Fleet, transport: Transport) -> None:
             )
 
 
-def _refuse_quantised_on_load(fleet: Fleet) -> None:
-    """Raises AgentError for engines that make other numbers of a checkpoint while they load it.
+def _refuse_not_reloadable(fleet: Fleet) -> None:
+    """Raises AgentError for engines that make something else of a checkpoint while they load it.
 
-    SGLang 0.5.23 transposes such weights and drops their loaders (layers/quantization/fp8.py): loading again raises,
-    and so does its way back to the old weights, which ends the scheduler.
+    SGLang transposes most quantised weights and drops their loaders (layers/quantization/fp8.py of 0.5.16 and 0.5.23).
+    Loading again raises then, and so does its way back to the old weights, which ends the scheduler: run with FP8 by
+    tensor. FP8 by blocks keeps them: tokens and checksums were right for each transport (docs/guides/
+    weight-updates-gpu.md).
     """
+    served = quantization(Path(fleet.connected().spec.model.path))
     for group in fleet.groups:
         args = group.spec.engine.args if group.spec.engine is not None else {}
-        flag = next((flag for flag in QUANTISING_FLAGS if flag in args), None)
-        if flag is None or args.get("load-format") == "flash_rl":  # which is made for it
+        if args.get("load-format") == "flash_rl":  # which is made for it
             continue
-        if flag == "quantization" and is_quantised(Path(fleet.connected().spec.model.path)):
-            continue  # says what the checkpoint says itself
+        flag = next((flag for flag in QUANTISING_FLAGS if flag in args), None)
+        if flag is not None and not (flag == "quantization" and served):  # which says what the checkpoint says itself
+            raise conflict(
+                "NotReloadable",
+                f"{group.name} has engine.args.{flag}: {args[flag]}: SGLang quantises while it loads, and cannot load "
+                f"again; serve a checkpoint that is quantised itself ({RELOADABLE}, without this argument), or set "
+                "engine.args.load-format: flash_rl",
+            )
+        if served is not None:
+            _refuse_rearranged(f"{group.name} serves {fleet.connected().spec.model.path}", served)
+
+
+def _refuse_rearranged(what: str, quantized: Quantization) -> None:
+    if quantized != RELOADABLE:
         raise conflict(
-            "QuantizedOnLoad",
-            f"{group.name} has engine.args.{flag}: {args[flag]}: SGLang quantises while it loads, and cannot load "
-            "again; serve a checkpoint that is quantised (its config.json says how, without this argument), or set "
-            "engine.args.load-format: flash_rl",
+            "NotReloadable",
+            f"{what}, which is quantised ({quantized}): SGLang rearranges such weights when it has loaded them, and "
+            f"cannot load again; serve one that is not quantised, or is {RELOADABLE} (config.json: weight_block_size)",
         )
 
 
@@ -120,8 +142,11 @@ def compare_checkpoint(fleet: Fleet, path: Path) -> bool:
         if is_delta(path) and (spec is None or spec.local_copy is None):
             raise conflict("NoLocalCopy", f"path {path}: a delta, which needs spec.weights.localCopy in {fleet.name}")
         new = read_checkpoint(path)
+        quantized = quantization(path)
     except (CheckpointError, OSError) as error:
         raise unreadable(str(path), error) from error
+    if quantized is not None:
+        _refuse_rearranged(f"path {path}", quantized)
     reference = served_checkpoint(fleet)
     if reference is None:
         return False

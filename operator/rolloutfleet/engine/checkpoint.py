@@ -27,6 +27,8 @@ ITEM_BYTES = {
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 OUTPUT_HEAD = "lm_head.weight"
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+"""Of config.json, in the order in which SGLang looks (configs/model_config.py)."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +103,30 @@ def _ties_output_head(config: Path) -> bool:
         raise CheckpointError(f"{config}: not a model's configuration: {error}") from error
 
 
-def is_quantised(path: Path) -> bool:
-    """config.json is there and says that the tensors are quantised, and how. Raises OSError."""
+@dataclass(frozen=True)
+class Quantization:
+    """How the tensors of a checkpoint are quantised, as its config.json says (Hugging Face's quantization_config)."""
+
+    method: str
+    """For example fp8."""
+    by_blocks: bool
+    """With a scale for each block, in place of one for each tensor or row."""
+
+    def __str__(self) -> str:
+        return f"{self.method} by blocks" if self.by_blocks else self.method
+
+
+def quantization(path: Path) -> Quantization | None:
+    """None if config.json is not there, or says of none. Raises OSError."""
     try:
-        return bool(json.loads((path / CONFIG).read_text()).get("quantization_config"))
-    except (FileNotFoundError, NotADirectoryError, ValueError, AttributeError):
-        return False
+        config = json.loads((path / CONFIG).read_text())
+        sections = (config, config.get("text_config", {}))
+        told = next((s[key] for s in sections for key in QUANTIZATION_KEYS if s.get(key)), None)
+        if told is None:
+            return None
+        return Quantization(str(told.get("quant_method", "")), by_blocks=bool(told.get("weight_block_size")))
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, AttributeError):
+        return None
 
 
 def tensors_in(file: Path) -> dict[str, TensorInFile]:

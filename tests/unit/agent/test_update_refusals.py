@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -150,7 +151,7 @@ def test_engines_that_quantise_what_they_load_are_refused_by_name(tmp_path: Path
     async def story(world: World) -> None:
         world.change_group(engine={"image": "engine:1", "args": args})
         for error in (await refused_update(world, wanted(world)), await refused(world.sessions.begin(BEGIN))):
-            assert (error.code, error.status) == ("QuantizedOnLoad", 409)
+            assert (error.code, error.status) == ("NotReloadable", 409)
             assert f"qwen-main has engine.args.{next(iter(args))}" in error.message
         assert world.untouched
         world.change_group(engine={"image": "engine:1", "args": {**args, "load-format": "flash_rl"}})
@@ -159,11 +160,49 @@ def test_engines_that_quantise_what_they_load_are_refused_by_name(tmp_path: Path
     play(tmp_path, story)
 
 
-def test_engines_that_are_told_what_a_quantised_checkpoint_says_itself_are_updated(tmp_path: Path) -> None:
+BY_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+NOT_RELOADABLE = {
+    "fp8": {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
+    "awq": {"quantization_config": {"quant_method": "awq", "bits": 4}},
+    "compressed-tensors": {"compression_config": {"quant_method": "compressed-tensors"}},
+    "gptq": {"text_config": {"quantization_config": {"quant_method": "gptq"}}},
+}
+
+
+@pytest.mark.parametrize("args", [{}, {"quantization": "fp8"}])
+def test_engines_that_serve_fp8_by_blocks_are_updated(tmp_path: Path, args: dict[str, str]) -> None:
     async def story(world: World) -> None:
-        world.change_group(engine={"image": "engine:1", "args": {"quantization": "fp8"}})
-        (tmp_path / "m0" / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+        world.change_group(engine={"image": "engine:1", "args": args})
+        for folder in (tmp_path / "m0", world.volume / "w1"):
+            (folder / "config.json").write_text(json.dumps({"quantization_config": BY_BLOCKS}))
         assert (await world.updater.update(wanted(world))).committed
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize("method", NOT_RELOADABLE)
+def test_a_served_checkpoint_that_sglang_rearranges_is_refused_by_name(tmp_path: Path, method: str) -> None:
+    """FP8 by tensor ended SGLang's scheduler on a GPU: docs/guides/weight-updates-gpu.md."""
+
+    async def story(world: World) -> None:
+        (tmp_path / "m0" / "config.json").write_text(json.dumps(NOT_RELOADABLE[method]))
+        for error in (await refused_update(world, wanted(world)), await refused(world.sessions.begin(BEGIN))):
+            assert (error.code, error.status) == ("NotReloadable", 409)
+            assert f"qwen-main serves {tmp_path / 'm0'}, which is quantised ({method})" in error.message
+            assert "or is fp8 by blocks" in error.message
+        assert world.untouched
+
+    play(tmp_path, story)
+
+
+def test_a_new_checkpoint_that_sglang_rearranges_is_refused_where_the_served_one_is_not_seen(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        shutil.rmtree(tmp_path / "m0")
+        (world.volume / "w1" / "config.json").write_text(json.dumps(NOT_RELOADABLE["fp8"]))
+        error = await refused_update(world, wanted(world))
+        assert error.code == "NotReloadable"
+        assert f"path {world.volume / 'w1'}, which is quantised (fp8)" in error.message
+        assert world.untouched
 
     play(tmp_path, story)
 
