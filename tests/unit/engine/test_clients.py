@@ -123,6 +123,30 @@ def test_requests_are_aborted_by_prefix_although_only_a_known_id_is_passed_on(
     }
 
 
+@pytest.mark.parametrize(
+    ("paired", "words", "counts"),
+    [
+        (True, "Decode handshake failed for request rank=0 with exception KVTransferError(Fake KVReceiver)", True),
+        (True, "CUDA error: an illegal memory access", False),
+        (False, "Decode handshake failed", False),
+    ],
+)
+def test_a_marker_that_a_decode_engine_aborts_before_its_peer_has_answered_is_aborted(
+    paired: bool, words: str, counts: bool
+) -> None:
+    async def answering(asked: Asked) -> Answer:
+        return (500, {"error": {"message": words}}) if asked.path == "/generate" else (200, {})
+
+    def told() -> None:
+        ask_engine(StandIn(answering), lambda engine: engine.abort("ab", paired=paired))
+
+    if counts:
+        told()
+    else:
+        with pytest.raises(EngineRefused, match=words):
+            told()
+
+
 def test_an_engine_that_is_gone_cannot_be_told_to_abort() -> None:
     with pytest.raises(EngineRefused):
         ask_engine(StandIn.always(503, "gone"), lambda engine: engine.abort("ab"))
