@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -96,58 +95,7 @@ def leaving() -> None:
             say("leaving", how=how, exit=ended.returncode)
 
 
-DYING_SENDER = """
-import os, signal, sys, time, torch
-from safetensors.torch import load_file
-from rolloutfleet.trainer import connect
-from rolloutfleet.trainer.groups import Groups
-weights = load_file(sys.argv[2], device="cuda:0")
-fleet = connect("actor", url=sys.argv[1])
-fleet.update_weights(weights)
-def die(*_, **__):
-    time.sleep(0.5)
-    print(time.time(), flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-Groups.broadcasting = die
-fleet.update_weights(weights)
-"""
-
-
-def sender() -> None:
-    """The trainer is killed while an engine waits for its broadcast. What becomes of the engine?"""
-    engine = GpuEngine.found(FAR[0])
-    with Trainer(engine) as trainer:
-        dying = subprocess.run(
-            [sys.executable, "-c", DYING_SENDER, trainer.agent.url, checkpoint(1)],
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        killed = float(dying.stdout)
-        watch = float(os.environ.get("WATCH_SECONDS", "60"))
-        freed = settled = None
-        while time.time() - killed < watch and (freed is None or settled is None) and engine.running:
-            if settled is None and trainer.agent.training["weights"]["phase"] == "Committed":
-                settled = round(time.time() - killed, 2)
-            if freed is None:
-                try:
-                    engine.checksum(seconds=2.0)
-                    freed = round(time.time() - killed, 2)
-                except OSError:
-                    pass
-        say(
-            "sender",
-            exit=dying.returncode,
-            engine_free_after_s=freed,
-            agent_settled_after_s=settled,
-            engine_running=engine.running,
-            watched_s=round(time.time() - killed, 1),
-            engine_says=engine.log.read_text()[-600:],
-        )
-
-
-SUDDEN = """
+DYING = """
 import os, signal, sys, time
 from safetensors.torch import load_file
 from rolloutfleet.trainer import connect
@@ -157,8 +105,12 @@ fleet = connect("actor", url=sys.argv[1])
 fleet.update_weights(weights)
 send = Groups.broadcasting
 def die(*arguments, **named):
-    sent = send(*arguments, **named)
-    time.sleep(0.008)
+    sent = {}
+    if sys.argv[3] == "before":
+        time.sleep(0.5)
+    else:
+        sent = send(*arguments, **named)
+        time.sleep(0.008)
     print(time.time(), [part.done() for part in sent.values()], flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 Groups.broadcasting = die
@@ -166,12 +118,22 @@ fleet.update_weights(weights, bucket_bytes=4 << 30)
 """
 
 
+def sender() -> None:
+    """The trainer is killed while an engine waits for its broadcast."""
+    _trainer_dies(FAR[0], "before")
+
+
 def sudden() -> None:
-    """The sender is killed 8 ms into a broadcast of 3.55 GB. Only the engine's end frees the engine."""
-    engine = GpuEngine.found(FAR[0])
+    """The trainer is killed 8 ms into a broadcast of 3.55 GB."""
+    _trainer_dies(FAR[1], "amid")
+
+
+def _trainer_dies(name: str, when: str) -> None:
+    """What becomes of the engine, which is spoilt by it, and of the update?"""
+    engine = GpuEngine.found(name)
     with Trainer(engine) as trainer:
         dying = subprocess.run(
-            [sys.executable, "-c", SUDDEN, trainer.agent.url, checkpoint(1)],
+            [sys.executable, "-c", DYING, trainer.agent.url, checkpoint(1), when],
             stdout=subprocess.PIPE,
             text=True,
             timeout=120,
@@ -180,20 +142,23 @@ def sudden() -> None:
         at, _, sent = dying.stdout.partition(" ")
         killed = float(at)
         free = settled = None
-        while time.time() - killed < WATCHED_SECONDS and free is None:
-            free = round(time.time() - killed, 1) if _answers(engine) else None
+        while time.time() - killed < WATCHED_SECONDS and engine.running and (free is None or settled is None):
             if settled is None and trainer.agent.training["weights"]["phase"] == "Committed":
-                settled = round(time.time() - killed, 1)
-        group = _last_group(engine.log)
-        left = _answers(engine, "/destroy_weights_update_group", {"group_name": group})
+                settled = round(time.time() - killed, 2)
+            if free is None and _answers(engine):
+                free = round(time.time() - killed, 2)
         say(
-            "sudden",
+            f"trainer dies {when} it sends",
+            engine=engine.name,
             sent=sent.strip(),
             scheduler_free_after_s=free,
             agent_settled_after_s=settled,
+            engine_running=engine.running,
+            watched_s=round(time.time() - killed, 1),
             answers_ping=engine.answers("/ping"),
-            leaves_the_group=left,
+            leaves_the_group=_answers(engine, "/destroy_weights_update_group", {"group_name": _last_group(engine.log)}),
             verdicts=trainer.agent.training["weights"]["engines"],
+            engine_says=engine.log.read_text()[-600:],
         )
 
 

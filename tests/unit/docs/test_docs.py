@@ -18,7 +18,7 @@ from rolloutfleet.api.names import API_VERSION
 from rolloutfleet.api.rollout_server import RolloutServer
 from rolloutfleet.api.schema import MAP_TYPE, PRESERVE_UNKNOWN
 from rolloutfleet.api.server_group import ServerGroup
-from rolloutfleet.plan import failures
+from rolloutfleet.plan import engine_env, failures
 from rolloutfleet.plan.engine_pod import engine_pod
 from rolloutfleet.plan.engines import Weights
 from rolloutfleet.plan.objects import disaggregated, wanted_children
@@ -361,6 +361,16 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     for target, anchor in links(page):
         assert target.exists(), target
         assert not anchor or anchor in anchors(target), f"{target.name} has no heading {anchor}"
+
+
+def test_the_guide_of_defaults_has_a_row_for_each_variable_of_engines_with_its_value() -> None:
+    section = (DOCS / "guides/engine-defaults.md").read_text().partition("## Environment of engines\n")[2]
+    told: dict[str, str] = {}
+    for row in section.partition("\n\n")[0].splitlines()[2:]:
+        names, value = (cell.strip() for cell in row.split("|")[1:3])
+        told |= dict.fromkeys(re.findall(r"`([A-Z_]+)`", names), value.strip("`").partition(",")[0])
+    assert told.pop("SGLANG_HOST_IP") == "the pod's IP"
+    assert told == engine_env.DEFAULTS
 
 
 def test_every_document_is_reached_from_the_index() -> None:
