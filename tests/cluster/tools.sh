@@ -12,8 +12,9 @@ if [ -n "$missing" ]; then
   # PostgreSQL's binaries are wanted, for tests; not the server that Debian would set up and start.
   mkdir -p /etc/postgresql-common/createcluster.d
   echo 'create_main_cluster = false' >/etc/postgresql-common/createcluster.d/rolloutfleet.conf
+  # What packages start would keep the lock.
   # shellcheck disable=SC2086
-  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing >/dev/null
+  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing >/dev/null 9>&-
 fi
 
 if [ ! -x "$UVBIN" ]; then
