@@ -82,7 +82,10 @@ def _refuse_not_reloadable(fleet: Fleet) -> None:
     tensor. FP8 by blocks keeps them: tokens and checksums were right for each transport (docs/guides/
     weight-updates-gpu.md).
     """
-    served = quantization(Path(fleet.connected().spec.model.path))
+    try:
+        served = quantization(Path(fleet.connected().spec.model.path))
+    except OSError:
+        served = None  # the engines' alone to read
     for group in fleet.groups:
         args = group.spec.engine.args if group.spec.engine is not None else {}
         if args.get("load-format") == "flash_rl":  # which is made for it

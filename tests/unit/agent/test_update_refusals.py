@@ -195,6 +195,14 @@ def test_a_served_checkpoint_that_sglang_rearranges_is_refused_by_name(tmp_path:
     play(tmp_path, story)
 
 
+def test_a_served_checkpoint_that_the_agent_may_not_read_stops_no_update(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        (tmp_path / "m0" / "config.json").mkdir()  # OSError, also for root
+        assert (await world.updater.update(wanted(world))).committed
+
+    play(tmp_path, story)
+
+
 def test_a_new_checkpoint_that_sglang_rearranges_is_refused_where_the_served_one_is_not_seen(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         shutil.rmtree(tmp_path / "m0")
