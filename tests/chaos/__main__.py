@@ -15,7 +15,7 @@ from pathlib import Path
 
 from chaos.faults import FAULTS
 from chaos.run import Options, run, say_to_stderr
-from e2e.conftest import find_kubectl
+from e2e.conftest import find_kubectl, install_operator
 from e2e.support import Kubectl
 
 
@@ -33,6 +33,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     say_to_stderr(f"seed {chosen.seed}")
     kubectl = Kubectl(binary=find_kubectl(), kubeconfig=Path(os.environ["KUBECONFIG"]))
+    install_operator(kubectl)
     verdict = run(kubectl, Options(**vars(chosen)), say_to_stderr)
     for sentence in verdict.wrong:
         say_to_stderr(f"WRONG: {sentence}")

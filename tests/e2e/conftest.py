@@ -35,6 +35,23 @@ def find_kubectl() -> Path:
     return built[-1]
 
 
+def install_operator(kubectl: Kubectl) -> None:
+    """The operator of this checkout, with its CRDs, from the overlay for the local cluster."""
+    manifests = Path(__file__).parents[2] / "manifests/overlays/local"
+    for crd in ("rolloutservers", "servergroups"):
+        kubectl("apply", "--server-side", "--force-conflicts", f"--filename={manifests.parents[2]}/crds/{crd}.yaml")
+        kubectl("wait", "--for=condition=Established", f"crd/{crd}.rolloutfleet.dev", "--timeout=30s")
+    rendered = kubectl("kustomize", str(manifests), "--load-restrictor=LoadRestrictionsNone")
+    kubectl("apply", "--server-side", "--force-conflicts", "--filename=-", stdin=rendered)
+    # Images keep their tag: a pod that runs already may be of an older build.
+    kubectl("--namespace=rolloutfleet-system", "rollout", "restart", "deploy/rolloutfleet-operator")
+    kubectl("--namespace=rolloutfleet-system", "rollout", "status", "deploy/rolloutfleet-operator", "--timeout=120s")
+    probe = trainer_pod("probe", "actor=none", service_account="default")
+    eventually(
+        lambda: kubectl.within("default").create(probe, options=("--dry-run=server",)), 60, "the webhook answers"
+    )
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Path:
     """Path of the kubeconfig of the cluster under test."""
@@ -59,20 +76,7 @@ def kubectl(cluster: Path) -> Kubectl:
 
 @pytest.fixture(scope="session")
 def operator(kubectl: Kubectl) -> None:
-    """The operator of this checkout, with its CRDs, from the overlay for the local cluster."""
-    manifests = Path(__file__).parents[2] / "manifests/overlays/local"
-    for crd in ("rolloutservers", "servergroups"):
-        kubectl("apply", "--server-side", "--force-conflicts", f"--filename={manifests.parents[2]}/crds/{crd}.yaml")
-        kubectl("wait", "--for=condition=Established", f"crd/{crd}.rolloutfleet.dev", "--timeout=30s")
-    rendered = kubectl("kustomize", str(manifests), "--load-restrictor=LoadRestrictionsNone")
-    kubectl("apply", "--server-side", "--force-conflicts", "--filename=-", stdin=rendered)
-    # Images keep their tag: a pod that runs already may be of an older build.
-    kubectl("--namespace=rolloutfleet-system", "rollout", "restart", "deploy/rolloutfleet-operator")
-    kubectl("--namespace=rolloutfleet-system", "rollout", "status", "deploy/rolloutfleet-operator", "--timeout=120s")
-    probe = trainer_pod("probe", "actor=none", service_account="default")
-    eventually(
-        lambda: kubectl.within("default").create(probe, options=("--dry-run=server",)), 60, "the webhook answers"
-    )
+    install_operator(kubectl)
 
 
 @pytest.fixture(scope="session")

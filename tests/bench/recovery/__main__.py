@@ -35,7 +35,7 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
-from e2e.conftest import find_kubectl
+from e2e.conftest import find_kubectl, install_operator
 from e2e.faults import ENGINE_PROCESS, OPERATOR_PROCESS, STAND_IN_PROCESS, cut_off, exits, send
 from e2e.fleets import engine_group, engines, rollout_server, router_pods, stand_in, stand_in_code, trainer_pod
 from e2e.support import Kubectl, eventually, remove_namespace
@@ -324,6 +324,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
 
     kubectl = Kubectl(binary=find_kubectl(), kubeconfig=kubeconfig())
+    install_operator(kubectl)
     with fleet(kubectl, options.engines, options.stand_ins) as inside, contextlib.ExitStack() as watches:
         pods = watches.enter_context(PodWatch(str(inside.namespace)))
         router = watches.enter_context(RouterPoll(f"http://{router_address(inside)}:30000"))
