@@ -48,7 +48,7 @@ e2e: tools dev $(ROUTER)/complete ## end-to-end tests; uses KUBECONFIG if set, e
 bench-recovery: dev ## seconds from a fault to each step of recovery, real engines, on the running cluster; ARGS="--only kill"
 	@KUBECONFIG=$${KUBECONFIG:-/var/lib/rolloutfleet-cluster/admin.kubeconfig} $(PYTHON) -m bench.recovery $(ARGS)
 
-chaos: dev ## random faults on a fleet under load, on the running cluster; ARGS="--minutes 60 --stand-ins --seed 7"
+chaos: dev ## random faults on a fleet under load, on the running cluster with its images loaded; ARGS="--minutes 60 --stand-ins --seed 7"
 	@KUBECONFIG=$${KUBECONFIG:-/var/lib/rolloutfleet-cluster/admin.kubeconfig} $(PYTHON) -m chaos $(ARGS)
 
 bench-router: tools dev $(ROUTER)/complete ## the real router in front of engines that refuse, die, hang and vanish (root, 10 minutes)
