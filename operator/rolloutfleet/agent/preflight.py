@@ -77,10 +77,10 @@ def refuse_layouts(fleet: Fleet, transport: Transport) -> None:
 def _refuse_not_reloadable(fleet: Fleet) -> None:
     """Raises AgentError for engines that make something else of a checkpoint while they load it.
 
-    SGLang transposes most quantised weights and drops their loaders (layers/quantization/fp8.py of 0.5.16 and 0.5.23).
-    Loading again raises then, and so does its way back to the old weights, which ends the scheduler: run with FP8 by
-    tensor. FP8 by blocks keeps them: tokens and checksums were right for each transport (docs/guides/
-    weight-updates-gpu.md).
+    FP8 by tensor ended the scheduler (run once, 0.5.16, from disk): SGLang transposes such weights and drops their
+    loaders. FP8 by blocks was right by each transport (docs/guides/weight-updates-gpu.md). Of other kinds none has run:
+    they are refused until one has. That is stricter than it need be: 0.5.23 can restore some of them before it loads
+    (restore_weights_before_loading, of compressed-tensors' WNA16 experts).
     """
     try:
         served = quantization(Path(fleet.connected().spec.model.path))
@@ -106,8 +106,8 @@ def _refuse_rearranged(what: str, quantized: Quantization) -> None:
     if quantized != RELOADABLE:
         raise conflict(
             "NotReloadable",
-            f"{what}, which is quantised ({quantized}): SGLang rearranges such weights when it has loaded them, and "
-            f"cannot load again; serve one that is not quantised, or is {RELOADABLE} (config.json: weight_block_size)",
+            f"{what}, which is quantised ({quantized}): not known to be loaded again by SGLang, whose scheduler "
+            f"may end; serve one that is not quantised, or is {RELOADABLE} (config.json: weight_block_size)",
         )
 
 
