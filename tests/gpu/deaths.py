@@ -105,6 +105,9 @@ fleet = connect("actor", url=sys.argv[1])
 fleet.update_weights(weights)
 send = Groups.broadcasting
 def die(*arguments, **named):
+    # Nothing tells from outside how far a receiver is: its answer comes after the bytes, and NCCL shows no progress.
+    # So the moments are chosen: long after the request was sent, and within the 40 ms that the bytes travel; `sent`
+    # tells whether they still did.
     sent = {}
     if sys.argv[3] == "before":
         time.sleep(0.5)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from gpu.machine import FOLDER, GpuEngine, start
 from gpu.setting import Trainer, checkpoint, rounded, say
+from rolloutfleet.api.agent import UpdateResult
 from rolloutfleet.trainer import FleetError
 
 BLOCK = 128
@@ -53,7 +54,7 @@ def folder(way: str, seed: int) -> Path:
 def make(way: str, seed: int) -> None:
     quantise, more = WAYS[way]
     path = folder(way, seed)
-    shutil.copytree(FOLDER / f"m{seed}", path)
+    shutil.copytree(FOLDER / f"m{seed}", path, ignore=shutil.ignore_patterns("*.safetensors"))
     made: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(checkpoint(seed), device="cuda:0").items():
         if not name.endswith("_proj.weight"):
@@ -94,16 +95,19 @@ def _updated(way: str, fresh: list[GpuEngine]) -> None:
     states = [dict(load_file(folder(way, seed) / "model.safetensors", device="cuda:0")) for seed in (0, 1)]
     engine = fresh[0]
     with Trainer(engine, served=folder(way, 0)) as trainer:
-        for how in ("disk", "tensor", "distributed"):
+        fleet = trainer.fleet
+        updates: dict[str, Callable[[int], UpdateResult]] = {
+            "disk": lambda new: fleet.update_weights(folder(way, new)),
+            "tensor": lambda new: fleet.update_weights(states[new], transport="tensor"),
+            "distributed": lambda new: fleet.update_weights(states[new], transport="distributed"),
+        }
+        for how, update in updates.items():
             for new in (1, 0):
                 if not engine.running:
                     say("fp8", way=way, how=how, new=new, engine="has ended")
                     return
                 try:
-                    if how == "disk":
-                        result = trainer.fleet.update_weights(folder(way, new))
-                    else:
-                        result = trainer.fleet.update_weights(states[new], transport=how)  # type: ignore[arg-type]
+                    result = update(new)
                 except FleetError as error:
                     say("fp8", way=way, how=how, new=new, error=str(error), details=error.details[:2])
                     continue

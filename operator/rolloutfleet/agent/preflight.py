@@ -98,12 +98,11 @@ def _refuse_not_reloadable(fleet: Fleet) -> None:
                 f"again; serve a checkpoint that is quantised itself ({RELOADABLE}, without this argument), or set "
                 "engine.args.load-format: flash_rl",
             )
-        if served is not None:
-            _refuse_rearranged(f"{group.name} serves {fleet.connected().spec.model.path}", served)
+        _refuse_quantised(f"{group.name} serves {fleet.connected().spec.model.path}", served)
 
 
-def _refuse_rearranged(what: str, quantized: Quantization) -> None:
-    if quantized != RELOADABLE:
+def _refuse_quantised(what: str, quantized: Quantization | None) -> None:
+    if quantized not in (None, RELOADABLE):
         raise conflict(
             "NotReloadable",
             f"{what}, which is quantised ({quantized}): not known to be loaded again by SGLang, whose scheduler "
@@ -148,8 +147,7 @@ def compare_checkpoint(fleet: Fleet, path: Path) -> bool:
         quantized = quantization(path)
     except (CheckpointError, OSError) as error:
         raise unreadable(str(path), error) from error
-    if quantized is not None:
-        _refuse_rearranged(f"path {path}", quantized)
+    _refuse_quantised(f"path {path}", quantized)
     reference = served_checkpoint(fleet)
     if reference is None:
         return False

@@ -181,7 +181,7 @@ def test_engines_that_serve_fp8_by_blocks_are_updated(tmp_path: Path, args: dict
 
 
 @pytest.mark.parametrize("method", NOT_RELOADABLE)
-def test_a_served_checkpoint_that_sglang_rearranges_is_refused_by_name(tmp_path: Path, method: str) -> None:
+def test_a_served_checkpoint_that_sglang_may_not_reload_is_refused_by_name(tmp_path: Path, method: str) -> None:
     """FP8 by tensor ended SGLang's scheduler on a GPU: docs/guides/weight-updates-gpu.md."""
 
     async def story(world: World) -> None:
@@ -203,7 +203,9 @@ def test_a_served_checkpoint_that_the_agent_may_not_read_stops_no_update(tmp_pat
     play(tmp_path, story)
 
 
-def test_a_new_checkpoint_that_sglang_rearranges_is_refused_where_the_served_one_is_not_seen(tmp_path: Path) -> None:
+def test_a_new_checkpoint_that_sglang_may_not_reload_is_refused_where_the_served_one_is_not_seen(
+    tmp_path: Path,
+) -> None:
     async def story(world: World) -> None:
         shutil.rmtree(tmp_path / "m0")
         (world.volume / "w1" / "config.json").write_text(json.dumps(NOT_RELOADABLE["fp8"]))
