@@ -27,9 +27,12 @@ TWO_RANKS = [
 
 
 def start_engines() -> None:
-    """All, or those that ENGINES names."""
+    """All, or those that ENGINES names; one that runs already is started anew."""
     make_checkpoints()
     wanted = os.environ.get("ENGINES", ",".join((BESIDE, *FAR, BOTH))).split(",")
+    running = json.loads(STATE.read_text()) if STATE.exists() else {}
+    for name in running.keys() & set(wanted):
+        GpuEngine.found(name).kill()
     only_one = torch.cuda.device_count() == 1
     far_gpu, shared = ("0", ["--mem-fraction-static", "0.9"]) if only_one else ("1", [])
     small = ["--disable-cuda-graph", "--max-total-tokens", "65536"]
@@ -41,7 +44,7 @@ def start_engines() -> None:
     if not only_one and BOTH in wanted:
         engines.append(start(BOTH, gpus="0,1", flags=[*small, *TWO_RANKS]))
     began = time.monotonic()
-    STATE.write_text(json.dumps({engine.name: engine.noted for engine in engines}))
+    STATE.write_text(json.dumps(running | {engine.name: engine.noted for engine in engines}))
     for engine in engines:
         try:
             engine.wait()

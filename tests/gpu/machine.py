@@ -66,8 +66,8 @@ def start(
         "FLASHINFER_WORKSPACE_BASE": "/tmp",
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
     }
-    if torch.cuda.device_count() == 1:
-        # NCCL takes no GPU twice: it is told that engines are on another host, and goes through sockets.
+    if "0" in gpus.split(","):
+        # The trainer's. NCCL takes no GPU twice: it is told that the engine is on another host, and goes through sockets.
         environment["NCCL_HOSTID"] = "engines"
     command = [*(prefix or []), sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     return GpuEngine([*command, *FLAGS, *flags], name=name, logs=FOLDER, **environment)

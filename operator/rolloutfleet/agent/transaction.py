@@ -23,7 +23,7 @@ from rolloutfleet.agent.participants import participants_in
 from rolloutfleet.agent.together import together
 from rolloutfleet.api.agent import PauseMode, UpdateOptions, UpdateResult
 from rolloutfleet.api.common import EnginePhase
-from rolloutfleet.api.rollout_server import LastUpdate, TrainingWeights, Transport, WeightsPhase
+from rolloutfleet.api.rollout_server import EngineVerdict, LastUpdate, TrainingWeights, Transport, WeightsPhase
 from rolloutfleet.api.weight_labels import weight_label
 from rolloutfleet.engine import sglang
 from rolloutfleet.engine.errors import EngineError, EngineRefused
@@ -237,7 +237,7 @@ class Transaction:
         await self._tell(outcome)
         self.seconds["total"] = time.monotonic() - self._began
         if not outcome.committed:
-            fell_out = [f"{verdict.pod}: {verdict.outcome}: {verdict.message}" for verdict in outcome.verdicts]
+            fell_out = [_in_words(verdict, outcome.version) for verdict in outcome.verdicts]
             text = f"no engine took version {self.target}; version {outcome.version} stays"
             if abandoned is not None:
                 abandoned.details = abandoned.details or fell_out
@@ -345,16 +345,16 @@ class Transaction:
 
     async def _tell(self, outcome: Outcome) -> None:
         """An event on the RolloutServer for what an SRE would not expect."""
-        casualties = [verdict for verdict in outcome.verdicts if verdict.outcome != "Committed"]
-        if outcome.committed and not casualties:
-            return
-        fell_out = "; ".join(f"{verdict.pod}: {verdict.message}" for verdict in casualties[:CASUALTIES_TOLD])
         if not outcome.committed:
-            text = f"version {self.target} was not committed, version {outcome.version} stays; {fell_out}"
+            causes = "; ".join(_in_words(verdict, outcome.version) for verdict in outcome.verdicts[:CASUALTIES_TOLD])
+            text = f"version {self.target} was not committed, version {outcome.version} stays; {causes}"
             await self._fleet.warn_on_server("UpdateFailed", text)
-        else:
+            return
+        casualties = [verdict for verdict in outcome.verdicts if verdict.outcome != "Committed"]
+        if casualties:
+            causes = "; ".join(_in_words(verdict, outcome.version) for verdict in casualties[:CASUALTIES_TOLD])
             text = f"{len(casualties)} of {len(outcome.verdicts)} engines fell out of the update to {self.target}"
-            await self._fleet.warn_on_server("EnginesFellOut", f"{text}: {fell_out}")
+            await self._fleet.warn_on_server("EnginesFellOut", f"{text}: {causes}")
 
     async def _continue(self, survivors: Sequence[Participant]) -> None:
         async def one(participant: Participant) -> None:
@@ -368,6 +368,12 @@ class Transaction:
 
         for wave in resuming_order(participant.role for participant in survivors):
             await asyncio.gather(*(one(participant) for participant in survivors if participant.role in wave))
+
+
+def _in_words(verdict: EngineVerdict, version: int) -> str:
+    """`version`: the one that the verdict is about."""
+    outcome = f"has version {version} as before" if verdict.outcome == "Committed" else verdict.outcome
+    return ": ".join(filter(None, (verdict.pod, outcome, verdict.message)))
 
 
 async def _flushed_beside_waiting(engine: EngineClient, seconds: float) -> None:

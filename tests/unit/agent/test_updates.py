@@ -135,7 +135,7 @@ def test_casualties_are_an_event_on_the_server_and_an_update_without_any_is_none
         (event,) = world.cluster.events
         assert (event["type"], event["reason"]) == ("Warning", "EnginesFellOut")
         assert (event["regarding"]["kind"], event["regarding"]["name"]) == ("RolloutServer", "qwen")
-        assert event["note"].startswith("1 of 3 engines fell out of the update to 2: qwen-main-1-e1-r0: ")
+        assert event["note"].startswith("1 of 3 engines fell out of the update to 2: qwen-main-1-e1-r0: Unreachable: ")
 
     play(tmp_path, story)
 
@@ -261,6 +261,11 @@ def test_if_all_refuse_the_old_version_stays_and_its_engines_generate_again(tmp_
         assert (error.code, error.status) == ("UpdateFailed", 502)
         assert "version 0 stays" in error.message
         assert len(error.details) == 3
+        assert all("has version 0 as before: POST" in detail for detail in error.details)
+        (event,) = world.cluster.events
+        assert event["reason"] == "UpdateFailed"
+        assert event["note"].startswith("version 1 was not committed, version 0 stays; ")
+        assert event["note"].count("no room") == 3, "the cause, also of engines that go on"
         assert not any(engine.paused for engine in world.engines)
         assert outcomes(world) == ["Committed"] * 3, "at the end they provably hold the committed version, which is 0"
         weights = world.training.weights
