@@ -67,7 +67,7 @@ def start(
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
     }
     if "0" in gpus.split(","):
-        # The trainer's. NCCL takes no GPU twice: it is told that the engine is on another host, and goes through sockets.
+        # The trainer's. NCCL takes no GPU twice: told that the engine is on another host, it goes through sockets.
         environment["NCCL_HOSTID"] = "engines"
     command = [*(prefix or []), sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     return GpuEngine([*command, *FLAGS, *flags], name=name, logs=FOLDER, **environment)
