@@ -84,7 +84,7 @@ def _refuse_not_reloadable(fleet: Fleet) -> None:
     """
     try:
         served = quantization(Path(fleet.connected().spec.model.path))
-    except OSError:
+    except (CheckpointError, OSError):
         served = None  # the engines' alone to read
     for group in fleet.groups:
         args = group.spec.engine.args if group.spec.engine is not None else {}

@@ -27,6 +27,7 @@ ITEM_BYTES = {
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 OUTPUT_HEAD = "lm_head.weight"
+TIED = "tie_word_embeddings"
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 """Of config.json, in the order in which SGLang looks (configs/model_config.py)."""
 
@@ -51,7 +52,7 @@ class Checkpoint:
     total_bytes: int
     """Of the full checkpoint."""
     ties_output_head: bool = False
-    """config.json says tie_word_embeddings: the output head is the embedding, whether or not a file repeats it."""
+    """config.json says so (TIED): the output head is the embedding, whether or not a file repeats it."""
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -89,18 +90,7 @@ def _read_checkpoint(path: Path) -> Checkpoint:
     for file in files:
         shapes |= {name: tensor.shape for name, tensor in tensors_in(file).items()}
         total += file.stat().st_size
-    return Checkpoint(path=path, shapes=shapes, total_bytes=total, ties_output_head=_ties_output_head(path / CONFIG))
-
-
-def _ties_output_head(config: Path) -> bool:
-    if not config.exists():
-        return False
-    try:
-        content = json.loads(config.read_text())
-        # Multimodal models keep the language model's settings in a section of their own.
-        return bool({**content.get("text_config", {}), **content}.get("tie_word_embeddings"))
-    except (ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{config}: not a model's configuration: {error}") from error
+    return Checkpoint(path=path, shapes=shapes, total_bytes=total, ties_output_head=bool(_setting(path, TIED)))
 
 
 @dataclass(frozen=True)
@@ -117,16 +107,26 @@ class Quantization:
 
 
 def quantization(path: Path) -> Quantization | None:
-    """None if config.json is not there, or says of none. Raises OSError."""
-    try:
-        config = json.loads((path / CONFIG).read_text())
-        sections = (config, config.get("text_config", {}))
-        told = next((s[key] for s in sections for key in QUANTIZATION_KEYS if s.get(key)), None)
-        if told is None:
-            return None
-        return Quantization(str(told.get("quant_method", "")), by_blocks=bool(told.get("weight_block_size")))
-    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, AttributeError):
+    """None if config.json is not there, or says of none. Raises CheckpointError, OSError."""
+    told = _setting(path, *QUANTIZATION_KEYS)
+    if not told:
         return None
+    if not isinstance(told, dict):
+        raise CheckpointError(f"{path / CONFIG}: not a model's configuration: {QUANTIZATION_KEYS[0]} is {told!r}")
+    return Quantization(str(told.get("quant_method", "")), by_blocks=bool(told.get("weight_block_size")))
+
+
+def _setting(folder: Path, *keys: str) -> Any:
+    """The first of these that config.json sets. Multimodal models keep those of the language model in a section."""
+    config = folder / CONFIG
+    try:
+        content = json.loads(config.read_text())
+        sections = (content, content.get("text_config", {}))
+        return next((section[key] for section in sections for key in keys if section.get(key) is not None), None)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{config}: not a model's configuration: {error}") from error
 
 
 def tensors_in(file: Path) -> dict[str, TensorInFile]:

@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from bench.scale import stand_in
+from bench.scale import least, stand_in
 from bench.scale.control_plane import API, NAMESPACE, OPERATOR_NAMESPACE, REPOSITORY, STATE, ControlPlane
 from bench.scale.costs import AuditLog, cpu_seconds, peak_rss_mib, quantiles
 from bench.scale.watcher import Watcher, until
@@ -108,7 +108,7 @@ class Bench:
     async def _measure(self, scenario: Scenario) -> dict[str, Any]:
         load = os.getloadavg()[0]
         say(f"{scenario.name}: {scenario.fleets} fleets of {scenario.engines} engines; load {load:.1f} before")
-        operator = await self._start_operator()
+        operator = await (self._start_least(scenario.engines) if self._arguments.least else self._start_operator())
         beside = self._beside(operator.pid)
         names = [f"f{index:04}" for index in range(scenario.fleets)]
         self._watcher.started_after.clear()
@@ -127,6 +127,9 @@ class Bench:
         say(f"  {figures}; cpu {spent}; {writes.operator.total() / len(names):.1f} writes a fleet")
         if beside is not None:
             beside.wait()
+        if self._arguments.least:
+            await self._stop(operator)
+            return {scenario.name: figures | {"cpu_seconds_by_process": spent}}
         extra = {"idle_writes_per_minute": await self._idle()} if scenario.idle else {}
         replacements = await self._replace(names)
         figures |= {
@@ -144,12 +147,28 @@ class Bench:
     def _cpu_by_process(self) -> dict[str, float]:
         return {name: cpu_seconds(pid) for name, pid in {**self._plane.pids, "harness": os.getpid()}.items()}
 
-    async def _start_operator(self) -> subprocess.Popen[bytes]:
-        environment = {
-            "PYTHONPATH": f"{REPOSITORY}/operator",
+    async def _start_least(self, engines: int) -> subprocess.Popen[bytes]:
+        """In place of the operator, once that has made one fleet."""
+        operator = await self._start_operator()
+        await self._api.create(kube.ROLLOUT_SERVER, fleet("pattern", engines))
+        await until(lambda: "pattern" in self._watcher.whole, READY_SECONDS, "the pattern whole")
+        record = STATE / "record.json"
+        record.write_text(json.dumps(await least.recorded(self._api, "pattern")))
+        await self._stop(operator)
+        await self._delete(["pattern"])
+        command = (os.environ["OPERATOR_PYTHON"], "-B", "-m", "bench.scale.least", str(record))
+        return self._plane.run("operator", *command, environment=self._as_pod())
+
+    def _as_pod(self) -> dict[str, str]:
+        return {
+            "PYTHONPATH": f"{REPOSITORY}/operator:{REPOSITORY}/tests",
             "KUBERNETES_SERVICE_HOST": API,
             "KUBERNETES_SERVICE_PORT": "443",
             "KUBECONFIG": "",
+        }
+
+    async def _start_operator(self) -> subprocess.Popen[bytes]:
+        environment = self._as_pod() | {
             "POD_IP": API,
             "POD_NAME": "operator",
             "POD_NAMESPACE": OPERATOR_NAMESPACE,  # with it come the Lease and the webhook
@@ -282,6 +301,7 @@ def parsed() -> argparse.Namespace:
         "--limits", choices=("raised", "stock"), default="raised", help="of controller manager, scheduler"
     )
     parser.add_argument("--logs", type=Path, help="a folder to copy the logs to")
+    parser.add_argument("--least", action="store_true", help="no operator: one that makes its objects and no more")
     parser.add_argument("--beside", help="a command to run while fleets are created; {pid} is the operator's")
     return parser.parse_args()
 
