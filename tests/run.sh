@@ -37,5 +37,5 @@ else
   ENGINE=$ENGINE MODELS=$MODELS ROUTER_PYTHON=$router/bin/python "$dev/bin/python" -m pytest tests/with_engine
 fi
 say "end-to-end tests"
-"$dev/bin/python" -m pytest tests/e2e
+"$dev/bin/python" -m pytest tests/e2e --durations=20
 say "all tests passed"

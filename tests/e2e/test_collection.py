@@ -130,8 +130,7 @@ def trainer(space: Kubectl) -> dict[str, Any]:
                 return pod
         return None
 
-    eventually(lambda: found() is not None, 120, "a pod of the trainer runs")
-    pod = found()
+    pod = eventually(found, 120, "a pod of the trainer runs")
     assert pod is not None
     return pod
 

@@ -1,10 +1,11 @@
 """Lets the stock SGLang server run where torch has no CUDA device, and many of them on few cores: only device calls are
-patched, and how long a scheduler that has nothing to do looks away.
+patched, how long a scheduler that has nothing to do looks away, and that processes come by fork.
 
 Python imports this module at start from PYTHONPATH; it acts only with SGLANG_USE_CPU_ENGINE=1.
 """
 
 import asyncio
+import multiprocessing
 import os
 import time
 
@@ -28,6 +29,14 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
             raise
 
     zmq.Socket.recv = receive_or_look_away
+
+    set_start_method = multiprocessing.set_start_method
+
+    def fork_in_place_of_spawn(method, force=False):
+        """SGLang spawns for CUDA's sake, and each process imports all again: 31 s of CPU an engine's start, not 13."""
+        set_start_method("fork" if method == "spawn" else method, force=force)
+
+    multiprocessing.set_start_method = fork_in_place_of_spawn
 
     class CudaRuntime:
         """Pinning memory succeeds and does nothing, as does every other call."""
