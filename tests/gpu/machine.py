@@ -35,6 +35,7 @@ FLAGS = [
     *("--skip-tokenizer-init", "--attention-backend", "triton", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "none", "--skip-server-warmup", "--mem-fraction-static", "0.5"),
 ]
+COMPILE_SECONDS = 200.0
 ANOTHER_POD = ["unshare", "--ipc", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc"]
 """Namespaces of its own; /dev/shm is the same."""
 
@@ -74,6 +75,12 @@ def start(
 
 
 class GpuEngine(Engine):
+    def wait(self) -> float:
+        """Until it has generated: on a bare machine SGLang compiles kernels at its first requests."""
+        seconds = super().wait()
+        self.ask("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}, seconds=COMPILE_SECONDS)
+        return seconds
+
     @property
     def noted(self) -> dict[str, Any]:
         return {"pid": self._process.pid, "port": self.port}
