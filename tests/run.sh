@@ -24,6 +24,10 @@ if [ -n "${KUBECONFIG:-}" ]; then
   say "end-to-end tests use the cluster of KUBECONFIG=$KUBECONFIG; images and CRDs are expected there"
 else
   bash tests/cluster/cluster engine-env
+  say "trainer library with torch"
+  PYTHONPATH=$PWD/operator:$PWD/tests "$ENGINE/bin/python" -m unittest discover -q -s tests/with_torch -t tests/with_torch
+  say "the agent and one real engine"
+  ENGINE=$ENGINE MODELS=$MODELS ROUTER_PYTHON=$router/bin/python "$dev/bin/python" -m pytest tests/with_engine
   bash tests/cluster/cluster images
   # A cluster that runs already is somebody's: it stays.
   kubectl --kubeconfig="$STATE/admin.kubeconfig" get nodes --request-timeout=5s >/dev/null 2>&1 ||
@@ -31,10 +35,6 @@ else
   bash tests/cluster/cluster up
   export KUBECONFIG=$STATE/admin.kubeconfig
   bash tests/cluster/cluster load-image "$IMAGES"/{operator,agent,router,engine-cpu,trainer-example}.tar
-  say "trainer library with torch"
-  PYTHONPATH=$PWD/operator:$PWD/tests "$ENGINE/bin/python" -m unittest discover -q -s tests/with_torch -t tests/with_torch
-  say "the agent and one real engine"
-  ENGINE=$ENGINE MODELS=$MODELS ROUTER_PYTHON=$router/bin/python "$dev/bin/python" -m pytest tests/with_engine
 fi
 say "end-to-end tests"
 "$dev/bin/python" -m pytest tests/e2e --durations=20
