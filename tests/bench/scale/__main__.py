@@ -152,6 +152,7 @@ class Bench:
         operator = await self._start_operator()
         await self._api.create(kube.ROLLOUT_SERVER, fleet("pattern", engines))
         await until(lambda: "pattern" in self._watcher.whole, READY_SECONDS, "the pattern whole")
+        await asyncio.sleep(SETTLE_SECONDS)  # its budget comes last
         record = STATE / "record.json"
         record.write_text(json.dumps(await least.recorded(self._api, "pattern")))
         await self._stop(operator)

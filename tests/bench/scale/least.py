@@ -21,6 +21,7 @@ from rolloutfleet.kube import client as kube
 from rolloutfleet.kube.config import load_credentials
 
 IN_FLIGHT = 64
+BUDGET = kube.DISRUPTION_BUDGET.kind
 WITHOUT_STATUS = (
     kube.SERVER_GROUP,
     kube.SERVICE,
@@ -70,6 +71,7 @@ class Least:
         self._api = api
         self._record = record
         self._slots = asyncio.Semaphore(IN_FLIGHT)
+        self._server_uid: dict[str, str] = {}
         self._group_uid: dict[str, str] = {}
         self._opened: set[str] = set()
         self._ready: dict[str, set[str]] = defaultdict(set)
@@ -79,7 +81,10 @@ class Least:
         await asyncio.gather(self._watch(kube.ROLLOUT_SERVER, self._saw_server), self._watch(kube.POD, self._saw_pod))
 
     async def _watch(self, resource: kube.Resource, saw: Callable[[kube.Object], None]) -> None:
-        version = (await self._api.list(resource, namespace=NAMESPACE)).resource_version
+        listed = await self._api.list(resource, namespace=NAMESPACE)
+        for item in listed.items:
+            saw(item)
+        version = listed.resource_version
         while True:
             async for event in self._api.watch(resource, resource_version=version, namespace=NAMESPACE):
                 version = event.object["metadata"]["resourceVersion"]
@@ -99,22 +104,22 @@ class Least:
         name = body["metadata"]["name"]
         if name not in self._group_uid:
             self._group_uid[name] = ""
-            self._begin(self._make(name, body["metadata"]["uid"]))
+            self._server_uid[name] = body["metadata"]["uid"]
+            self._begin(self._make(name))
 
-    async def _make(self, name: str, uid: str) -> None:
-        mine = self._for(name, uid)
-        group, *objects = [_as_requested(made) for made in mine["objects"]]
-        created = await self._api.create(kube.SERVER_GROUP, group)
+    async def _make(self, name: str) -> None:
+        created = await self._api.create(kube.SERVER_GROUP, self._for(name)["objects"][0])
         self._group_uid[name] = created["metadata"]["uid"]
-        mine = self._for(name, uid)
-        objects = [_as_requested(made) for made in mine["objects"][1:]] + mine["pods"]
+        mine = self._for(name)
+        # A budget made before its pods is counted anew with each of them.
+        objects = [_as_requested(made) for made in mine["objects"][1:] if made["kind"] != BUDGET] + mine["pods"]
         await asyncio.gather(*(self._api.create(kube.by_kind(made["kind"]), made) for made in objects))
 
-    def _for(self, name: str, uid: str) -> kube.Object:
+    def _for(self, name: str) -> kube.Object:
         """The record as of this fleet."""
         text = json.dumps(self._record)
         old = self._record["server"]
-        text = text.replace(old["uid"], uid).replace(old["name"], name)
+        text = text.replace(old["uid"], self._server_uid[name]).replace(old["name"], name)
         if self._group_uid[name]:
             text = text.replace(self._record["group"]["uid"], self._group_uid[name])
         found: kube.Object = json.loads(text)
@@ -139,12 +144,15 @@ class Least:
         await self._api.apply(kube.POD, manifest, field_manager="least", subresource="status")
 
     async def _tell(self, name: str) -> None:
-        mine = self._for(name, "")
+        mine = self._for(name)
         for resource, about, status in (
             (kube.SERVER_GROUP, mine["group"]["name"], mine["group_status"]),
             (kube.ROLLOUT_SERVER, name, mine["server"]["status"]),
         ):
             await self._api.patch(resource, about, {"status": status}, namespace=NAMESPACE, subresource="status")
+        for budget in self._for(name)["objects"]:
+            if budget["kind"] == BUDGET:
+                await self._api.create(kube.DISRUPTION_BUDGET, budget)
 
 
 async def main(record: kube.Object) -> None:
