@@ -94,9 +94,8 @@ def run(kubectl: Kubectl, options: Options, say: Callable[[str], None]) -> Verdi
             lines = [line for line in results(weights) if "reference" not in line]
             wrong += samples_lost_or_doubled(lines) + versions_back_in_time(lines) + wrong_weights(lines, expected)
             wrong += recreated_without_cause(pods.seen(), world.broken, causes(inside))
-            for line in lines:
-                if "update" in line and "error" in line:
-                    say(f"update {line['update']}: {line['error']}")
+            for line in refusals(lines):
+                say(f"update {line['update']}: {line['error']}")
             return Verdict(wrong, figures(lines, faults, pods, options))
 
 
@@ -200,15 +199,15 @@ def figures(lines: Sequence[dict[str, Any]], faults: Counter[str], pods: PodWatc
         "samples_of_several_versions": sum(len(sample["weight_versions"]) > 1 for sample in got),
         "calls_that_raised": sum("raised" in line for line in lines),
         "updates_committed": sum("engines" in line for line in lines),
-        "updates_refused_or_failed": dict(sorted(refusals(lines).items())),
+        "updates_refused_or_failed": Counter(line["code"] for line in refusals(lines)),
         "engine_pods": len(seen),
         "longest_sample_s": max((sample["seconds"] for sample in got), default=0.0),
     }
 
 
-def refusals(lines: Sequence[dict[str, Any]]) -> Counter[str]:
-    """Updates by the agent's code."""
-    return Counter(line["error"].partition(":")[0] for line in lines if "update" in line and "error" in line)
+def refusals(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of updates."""
+    return [line for line in lines if "update" in line and "error" in line]
 
 
 def results(weights: Path) -> list[dict[str, Any]]:

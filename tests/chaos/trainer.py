@@ -82,7 +82,7 @@ def update(seconds: float, kind: str) -> None:
         try:
             result = fleet.update_weights(path, version=version, timeout=60.0)
         except FleetError as error:
-            tell(update=version, error=f"{error.code}: {error}"[:300])
+            tell(update=version, code=error.code, error=str(error)[:300])
             continue
         tell(update=version, engines=[verdict.outcome for verdict in result.engines])
         for old in sorted(WEIGHTS.glob("v*"))[:-KEPT]:

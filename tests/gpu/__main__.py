@@ -56,6 +56,7 @@ def start_engines() -> None:
 def stop() -> None:
     for name in json.loads(STATE.read_text()):
         GpuEngine.found(name).kill()
+    STATE.unlink()  # their process ids may be given to others now
     shutil.rmtree(SCRATCH)
 
 

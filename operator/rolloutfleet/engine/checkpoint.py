@@ -27,7 +27,6 @@ ITEM_BYTES = {
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 OUTPUT_HEAD = "lm_head.weight"
-TIED = "tie_word_embeddings"
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 """Of config.json, in the order in which SGLang looks (configs/model_config.py)."""
 
@@ -52,7 +51,7 @@ class Checkpoint:
     total_bytes: int
     """Of the full checkpoint."""
     ties_output_head: bool = False
-    """config.json says so (TIED): the output head is the embedding, whether or not a file repeats it."""
+    """config.json says tie_word_embeddings: the output head is the embedding, whether or not a file repeats it."""
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -90,7 +89,8 @@ def _read_checkpoint(path: Path) -> Checkpoint:
     for file in files:
         shapes |= {name: tensor.shape for name, tensor in tensors_in(file).items()}
         total += file.stat().st_size
-    return Checkpoint(path=path, shapes=shapes, total_bytes=total, ties_output_head=bool(_setting(path, TIED)))
+    tied = next(iter(_settings(path, "tie_word_embeddings")), False)
+    return Checkpoint(path=path, shapes=shapes, total_bytes=total, ties_output_head=bool(tied))
 
 
 @dataclass(frozen=True)
@@ -108,23 +108,23 @@ class Quantization:
 
 def quantization(path: Path) -> Quantization | None:
     """None if config.json is not there, or says of none. Raises CheckpointError, OSError."""
-    told = _setting(path, *QUANTIZATION_KEYS)
-    if not told:
+    told = next(filter(None, _settings(path, *QUANTIZATION_KEYS)), None)
+    if told is None:
         return None
     if not isinstance(told, dict):
         raise CheckpointError(f"{path / CONFIG}: not a model's configuration: {QUANTIZATION_KEYS[0]} is {told!r}")
     return Quantization(str(told.get("quant_method", "")), by_blocks=bool(told.get("weight_block_size")))
 
 
-def _setting(folder: Path, *keys: str) -> Any:
-    """The first of these that config.json sets. Multimodal models keep those of the language model in a section."""
+def _settings(folder: Path, *keys: str) -> list[Any]:
+    """What config.json sets of these, and then its section in which multimodal models keep the language model's."""
     config = folder / CONFIG
     try:
         content = json.loads(config.read_text())
         sections = (content, content.get("text_config", {}))
-        return next((section[key] for section in sections for key in keys if section.get(key) is not None), None)
+        return [section[key] for section in sections for key in keys if section.get(key) is not None]
     except (FileNotFoundError, NotADirectoryError):
-        return None
+        return []
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{config}: not a model's configuration: {error}") from error
 

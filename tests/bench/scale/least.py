@@ -21,17 +21,16 @@ from rolloutfleet.kube import client as kube
 from rolloutfleet.kube.config import load_credentials
 
 IN_FLIGHT = 64
-BUDGET = kube.DISRUPTION_BUDGET.kind
-WITHOUT_STATUS = (
+MADE_AT_ONCE = (
     kube.SERVER_GROUP,
     kube.SERVICE,
     kube.REPLICA_SET,
-    kube.DISRUPTION_BUDGET,
     kube.ROLE,
     kube.ROLE_BINDING,
     kube.LEASE,
 )
 SET_BY_SERVER = ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields", "selfLink")
+PLACES = ("nodeName", "clusterIP", "clusterIPs")
 
 
 async def recorded(api: kube.KubeApi, name: str) -> kube.Object:
@@ -39,31 +38,24 @@ async def recorded(api: kube.KubeApi, name: str) -> kube.Object:
     server = await api.get(kube.ROLLOUT_SERVER, name, namespace=NAMESPACE)
     groups = (await api.list(kube.SERVER_GROUP, namespace=NAMESPACE)).items
     pods = (await api.list(kube.POD, namespace=NAMESPACE, label_selector=f"{LABEL_COMPONENT}={COMPONENT_ENGINE}")).items
-    made = [_bare(item) for kind in WITHOUT_STATUS for item in (await api.list(kind, namespace=NAMESPACE)).items]
+    made = [_bare(item) for kind in MADE_AT_ONCE for item in (await api.list(kind, namespace=NAMESPACE)).items]
     return {
         "server": {"name": name, "uid": server["metadata"]["uid"], "status": server["status"]},
         "group": {"name": groups[0]["metadata"]["name"], "uid": groups[0]["metadata"]["uid"]},
         "group_status": groups[0]["status"],
         "objects": [item for item in made if not item["metadata"]["name"].startswith("kube-")],
-        "pods": [_as_created(_bare(pod)) for pod in pods],
+        "budgets": [_bare(item) for item in (await api.list(kube.DISRUPTION_BUDGET, namespace=NAMESPACE)).items],
+        "pods": [_bare(pod) for pod in pods],
     }
 
 
 def _bare(found: kube.Object) -> kube.Object:
-    """As it was sent, but for defaults."""
+    """As it was sent, but for defaults: without what the server has set, or where it has put it."""
     metadata = {key: value for key, value in found["metadata"].items() if key not in SET_BY_SERVER}
-    return {key: value for key, value in found.items() if key != "status"} | {"metadata": metadata}
-
-
-def _as_created(pod: kube.Object) -> kube.Object:
-    spec = {key: value for key, value in pod["spec"].items() if key != "nodeName"}
-    return pod | {"spec": spec}
-
-
-def _as_requested(made: kube.Object) -> kube.Object:
-    if made["kind"] == "Service":
-        made["spec"] = {key: value for key, value in made["spec"].items() if not key.startswith("clusterIP")}
-    return made
+    bare = {key: value for key, value in found.items() if key != "status"} | {"metadata": metadata}
+    if "spec" in found:
+        bare["spec"] = {key: value for key, value in found["spec"].items() if key not in PLACES}
+    return bare
 
 
 class Least:
@@ -111,8 +103,7 @@ class Least:
         created = await self._api.create(kube.SERVER_GROUP, self._for(name)["objects"][0])
         self._group_uid[name] = created["metadata"]["uid"]
         mine = self._for(name)
-        # A budget made before its pods is counted anew with each of them.
-        objects = [_as_requested(made) for made in mine["objects"][1:] if made["kind"] != BUDGET] + mine["pods"]
+        objects = mine["objects"][1:] + mine["pods"]
         await asyncio.gather(*(self._api.create(kube.by_kind(made["kind"]), made) for made in objects))
 
     def _for(self, name: str) -> kube.Object:
@@ -150,9 +141,8 @@ class Least:
             (kube.ROLLOUT_SERVER, name, mine["server"]["status"]),
         ):
             await self._api.patch(resource, about, {"status": status}, namespace=NAMESPACE, subresource="status")
-        for budget in self._for(name)["objects"]:
-            if budget["kind"] == BUDGET:
-                await self._api.create(kube.DISRUPTION_BUDGET, budget)
+        for budget in mine["budgets"]:  # one made before its pods is counted anew with each of them
+            await self._api.create(kube.DISRUPTION_BUDGET, budget)
 
 
 async def main(record: kube.Object) -> None:
