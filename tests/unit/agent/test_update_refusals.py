@@ -164,7 +164,7 @@ BY_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 NOT_RELOADABLE = {
     "fp8": {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}},
     "awq": {"quantization_config": {"quant_method": "awq", "bits": 4}},
-    "compressed-tensors": {"compression_config": {"quant_method": "compressed-tensors"}},
+    "compressed-tensors": {"quantization_config": {}, "compression_config": {"quant_method": "compressed-tensors"}},
     "gptq": {"text_config": {"quantization_config": {"quant_method": "gptq"}}},
 }
 
