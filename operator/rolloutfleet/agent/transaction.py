@@ -158,10 +158,10 @@ class Transaction:
 
         await self.everywhere("the question who it is", ask, within=RECOGNIZE_SECONDS, among=who)
 
-    async def pause(self, *, admitting: bool = False) -> None:
-        """What becomes of running samples is in PauseMode; only what they leave in the cache must go, or must not.
-        `admitting`: with those that come late, for whom nothing is to be done before."""
-        self._paused_at = time.monotonic()
+    async def pause(self, among: Collection[Participant] | None = None) -> None:
+        """What becomes of running samples is in PauseMode; only what they leave in the cache must go, or must not."""
+        clock = time.monotonic()
+        self._paused_at = self._paused_at or clock
         mode = self._options.pause_mode
         what = f"the pause ({mode})"
 
@@ -174,12 +174,8 @@ class Transaction:
             elif mode == "Abort":
                 await engine.flush_cache(wait_seconds=int(seconds))
 
-        if admitting:
-            _, late = await asyncio.gather(self.everywhere(what, pause, within=PAUSE_SECONDS), self.admit_late())
-            await self.everywhere(what, pause, within=PAUSE_SECONDS, among=late)
-        else:
-            await self.everywhere(what, pause, within=PAUSE_SECONDS)
-        self.seconds["pause"] = time.monotonic() - self._paused_at
+        await self.everywhere(what, pause, within=PAUSE_SECONDS, among=among)
+        self.seconds["pause"] = self.seconds.get("pause", 0.0) + time.monotonic() - clock
 
     async def everywhere(
         self, what: str, step: Step, *, within: float | None = None, among: Collection[Participant] | None = None

@@ -5,9 +5,10 @@ The update runs in a task of its own: a trainer that hangs up does not leave a f
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -105,9 +106,16 @@ class Updater:
                 await transaction.admit_late()
                 await copies.make(transaction.alive())
                 transaction.errors |= copies.errors
-            await transaction.pause(admitting=copies is None)
-            await self._load(transaction, request.path, copies, checked)
-            if copies is None:
+            await transaction.pause()
+            loading = _Loading(transaction, request.path, copies=copies, checked=checked, read_by=self._read_by)
+            if copies is not None:
+                await loading.load(transaction.alive())
+            else:
+                # Looked for beside the load, late ones cost no time to those that stand still.
+                _, late = await asyncio.gather(loading.load(transaction.alive()), transaction.admit_late())
+                if late:
+                    await transaction.pause(late)
+                    await loading.load(late)
                 last_check = partial(_refuse_what_changed, transaction, request.path, checked.found)
         except AgentError as error:  # we do not lead any more
             abandoned = error
@@ -154,41 +162,65 @@ class Updater:
         await self._fleet.refresh()
         return copies
 
-    async def _load(self, transaction: Transaction, path: str, copies: Copies | None, checked: Checked) -> None:
+
+class _Loading:
+    """The transfer: every engine reads the version's folder."""
+
+    def __init__(
+        self,
+        transaction: Transaction,
+        path: str,
+        *,
+        copies: Copies | None,
+        checked: Checked,
+        read_by: defaultdict[Kind, frozenset[Rights]],
+    ) -> None:
+        """`read_by`: see Updater; what is read now is added."""
+        self._transaction = transaction
+        self._path = path
+        self._copies = copies
+        self._compared = checked.compared
+        self._closed = checked.rights if copies is None else frozenset()
+        self._read_by = read_by
+        self._not_to_try: dict[Kind, str] = {}
+        """Why."""
+
+    async def load(self, who: Sequence[Participant]) -> None:
         clock = time.monotonic()
-        closed = checked.rights if copies is None else frozenset()
-
-        async def load(participant: Participant, engine: EngineClient, seconds: float) -> None:
-            found = path if copies is None else copies.paths[participant.uid]
-            try:
-                await engine.update_weights_from_disk(
-                    found, label=transaction.label, flush_cache=False, seconds=seconds
-                )
-            except EngineUnreachable as ended:
-                hint = f"; may its user read the files? There are some of {min(closed)}" if closed else ""
-                raise EngineUnreachable(f"{ended}, while it loaded {found}{hint}") from ended
-
-        async def load_and_live(participant: Participant, engine: EngineClient, seconds: float) -> None:
-            await load(participant, engine, seconds)
-            await engine.checksum(seconds=seconds)
-
-        waiting = transaction.alive()
+        transaction, closed = self._transaction, self._closed
         # A checkpoint of another shape kills the scheduler, and so does a file that it may not read: let it kill one
         # of a kind, not all.
         first: dict[Kind, Participant] = {}
-        for kind, number in Counter(map(_kind, waiting)).items():
-            if number > 1 and not (checked.compared and closed <= self._read_by[kind]):
-                first[kind] = next(one for one in waiting if _kind(one) == kind)
-        await transaction.everywhere("loading", load_and_live, among=first.values())
+        for kind, number in Counter(map(_kind, who)).items():
+            if number > 1 and not (self._compared and closed <= self._read_by[kind]):
+                first[kind] = next(one for one in who if _kind(one) == kind)
+        await transaction.everywhere("loading", self._loaded_and_alive, among=first.values())
         for kind, canary in first.items():
             why = transaction.errors.get(canary.uid)
             if why is None:
                 self._read_by[kind] |= closed
-                continue
-            others = [one for one in waiting if _kind(one) == kind and one is not canary]
-            transaction.errors |= {one.uid: f"not tried, since {canary.pod} failed: {why}" for one in others}
-        await transaction.everywhere("loading", load, among=[one for one in waiting if one not in first.values()])
-        transaction.seconds["load"] = time.monotonic() - clock
+            else:
+                self._not_to_try[kind] = f"not tried, since {canary.pod} failed: {why}"
+        others = [one for one in who if one not in first.values()]
+        for one in others:
+            if _kind(one) in self._not_to_try:
+                transaction.errors.setdefault(one.uid, self._not_to_try[_kind(one)])
+        await transaction.everywhere("loading", self._loaded, among=others)
+        transaction.seconds["load"] = transaction.seconds.get("load", 0.0) + time.monotonic() - clock
+
+    async def _loaded(self, participant: Participant, engine: EngineClient, seconds: float) -> None:
+        found = self._path if self._copies is None else self._copies.paths[participant.uid]
+        try:
+            await engine.update_weights_from_disk(
+                found, label=self._transaction.label, flush_cache=False, seconds=seconds
+            )
+        except EngineUnreachable as ended:
+            hint = f"; may its user read the files? There are some of {min(self._closed)}" if self._closed else ""
+            raise EngineUnreachable(f"{ended}, while it loaded {found}{hint}") from ended
+
+    async def _loaded_and_alive(self, participant: Participant, engine: EngineClient, seconds: float) -> None:
+        await self._loaded(participant, engine, seconds)
+        await engine.checksum(seconds=seconds)
 
 
 def _kind(participant: Participant) -> Kind:

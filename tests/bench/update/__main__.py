@@ -71,6 +71,7 @@ async def _runs(
             try:
                 for engine in engines:
                     say(f"{size}: engine {engine.name} serves after {engine.wait()} s")
+                    engine.ask("/freeze_gc", {})  # what SGLang does itself after the warm-up that these leave out
                 for count in arguments.engines:
                     found += await _measure(api, engines[:count], mount, arguments.rounds, size)
                 if len(engines) > 1:

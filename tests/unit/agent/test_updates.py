@@ -317,6 +317,21 @@ def test_a_checkpoint_that_could_not_be_compared_kills_one_engine_and_not_all(tm
     play(tmp_path, story)
 
 
+def test_what_killed_an_engine_is_not_tried_on_those_that_come_late(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        shutil.rmtree(world.volume.parent / "m0")
+        world.change_engine(2, phase="Stale", weightVersion=None)
+        world.cluster.before_apply.append(lambda: world.change_engine(2, weightVersion=0))
+        for engine in world.engines:
+            engine.breaks_at = "update_weights_from_disk"
+        assert (await refused_update(world, wanted(world))).code == "UpdateFailed"
+        assert [engine.dead for engine in world.engines] == [True, False, False]
+        assert outcomes(world) == ["Unreachable", "Committed", "Committed"]
+        assert [engine.paused for engine in world.engines[1:]] == [False, False]
+
+    play(tmp_path, story)
+
+
 def test_files_that_not_everybody_may_read_kill_one_engine_and_not_all(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         (world.volume / "w1" / "model.safetensors").chmod(0o640)
