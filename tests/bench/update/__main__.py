@@ -10,9 +10,11 @@ import argparse
 import asyncio
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -41,6 +43,7 @@ from servers import CpuEngine, Engine
 
 NAMESPACE, SERVER, GROUP = "default", "bench", "bench-main"
 AGENT_PORT = 18477
+RECORDS = 21
 HERE = Path(__file__).parent
 ENGINE_PYTHON = os.environ.get("ENGINE_PYTHON", sys.executable)
 
@@ -91,7 +94,7 @@ async def _measure(
     for engine in engines:  # another fleet's, from now on
         body = {"model_path": f"{mount}/m0", "weight_version": "default"}
         await asyncio.to_thread(engine.ask, "/update_weights_from_disk", body)
-    async with agent(api, engines, mount):
+    async with agent(api, engines, mount) as (fleet, leadership):
         options = {
             "mount": str(mount),
             "agent": f"http://127.0.0.1:{AGENT_PORT}",
@@ -105,12 +108,23 @@ async def _measure(
             env={**os.environ, "PYTHONPATH": f"{HERE.parents[2] / 'operator'}:{HERE.parents[1]}"},
         )
         told, _ = await process.communicate()
-    if process.returncode:
-        raise SystemExit(f"the trainer ended with {process.returncode}")
-    found = [{"size": size, "engines": len(engines), **json.loads(line)} for line in told.decode().splitlines()]
+        if process.returncode:
+            raise SystemExit(f"the trainer ended with {process.returncode}")
+        told_of_all = {"size": size, "engines": len(engines), "record_s": await _record_seconds(fleet, leadership)}
+    found = [told_of_all | json.loads(line) for line in told.decode().splitlines()]
     for result in found:
         say(json.dumps(result))
     return found
+
+
+async def _record_seconds(fleet: Fleet, leadership: Leadership) -> float:
+    """Of one of the two that an update writes, while nothing else runs."""
+    seconds = []
+    for _ in range(RECORDS):
+        began = time.perf_counter()
+        await leadership.write(fleet.training)
+        seconds.append(time.perf_counter() - began)
+    return round(statistics.median(seconds), 4)
 
 
 def _engine(number: int, mount: Path, work: Path) -> CpuEngine:
@@ -118,7 +132,7 @@ def _engine(number: int, mount: Path, work: Path) -> CpuEngine:
 
 
 @asynccontextmanager
-async def agent(api: kube.KubeApi, engines: Sequence[Engine], mount: Path) -> AsyncIterator[None]:
+async def agent(api: kube.KubeApi, engines: Sequence[Engine], mount: Path) -> AsyncIterator[tuple[Fleet, Leadership]]:
     """The agent of a fleet that stands in a real API server as an operator would have written it."""
     await _write_fleet(api, engines, mount)
     http = Http(max_connections=64)
@@ -160,7 +174,7 @@ async def agent(api: kube.KubeApi, engines: Sequence[Engine], mount: Path) -> As
     tasks = [asyncio.create_task(fleet.watch()), asyncio.create_task(leadership.lease.keep())]
     await web.TCPSite(runner, "127.0.0.1", AGENT_PORT).start()
     try:
-        yield
+        yield fleet, leadership
     finally:
         for task in tasks:
             task.cancel()
