@@ -1,16 +1,19 @@
-"""The same work for many engines at once, whoever of them hangs."""
+"""Work at once: the same for many engines, whoever of them hangs, or one thing beside another."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from rolloutfleet.engine.errors import EngineError
 from rolloutfleet.plan.update import Participant
 
 STRAGGLER_FACTOR = 3.0
+
+One = TypeVar("One")
+Other = TypeVar("Other")
 
 
 async def together(
@@ -49,6 +52,16 @@ async def together(
                 for task in waiting:
                     falls_out(tasks[task], f"{what} was not done after {time.monotonic() - began:.1f} s{after}")
                 return
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def both(one: Coroutine[Any, Any, One], other: Coroutine[Any, Any, Other]) -> tuple[One, Other]:
+    """What the first of them raises is raised, and the other is cancelled: nothing goes on behind our back."""
+    tasks = asyncio.ensure_future(one), asyncio.ensure_future(other)
+    try:
+        return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()

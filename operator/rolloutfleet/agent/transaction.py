@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -20,7 +21,7 @@ from rolloutfleet.agent.errors import AgentError, unavailable
 from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.agent.participants import participants_in
-from rolloutfleet.agent.together import together
+from rolloutfleet.agent.together import both, together
 from rolloutfleet.api.agent import PauseMode, UpdateOptions, UpdateResult
 from rolloutfleet.api.common import EnginePhase
 from rolloutfleet.api.rollout_server import EngineVerdict, LastUpdate, TrainingWeights, Transport, WeightsPhase
@@ -78,7 +79,7 @@ class Transaction:
         self.participants: list[Participant] = []
         self.errors: dict[str, str] = {}
         """Engines that have fallen out, by UID, and why."""
-        self.seconds: dict[str, float] = {}
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._began = time.monotonic() if began is None else began
         self.deadline = self._began + options.timeout_seconds
         """Of all that comes before the checksums, by the monotonic clock."""
@@ -104,8 +105,10 @@ class Transaction:
         """What the target's weights are called."""
         return weight_label(self.target, self._fleet.id)
 
-    def alive(self) -> list[Participant]:
-        return [participant for participant in self.participants if participant.uid not in self.errors]
+    def alive(self, among: Collection[Participant] | None = None) -> list[Participant]:
+        """Those (of `among`) that have not fallen out."""
+        chosen = self.participants if among is None else among
+        return [participant for participant in chosen if participant.uid not in self.errors]
 
     async def begin(self) -> None:
         """Raises AgentError when there is nobody to update, or we do not lead; ApiError. Nothing was paused then."""
@@ -175,7 +178,7 @@ class Transaction:
                 await engine.flush_cache(wait_seconds=int(seconds))
 
         await self.everywhere(what, pause, within=PAUSE_SECONDS, among=among)
-        self.seconds["pause"] = self.seconds.get("pause", 0.0) + time.monotonic() - clock
+        self.seconds["pause"] += time.monotonic() - clock
 
     async def everywhere(
         self, what: str, step: Step, *, within: float | None = None, among: Collection[Participant] | None = None
@@ -186,8 +189,7 @@ class Transaction:
         """
         self._leadership.require()
         seconds = self.left if within is None else min(within, self.left)
-        chosen = self.alive() if among is None else [one for one in among if one.uid not in self.errors]
-        await self._together(chosen, what, lambda each: step(each, self._engine(each.url), seconds))
+        await self._together(self.alive(among), what, lambda each: step(each, self._engine(each.url), seconds))
 
     async def _together(
         self, chosen: Collection[Participant], what: str, doing: Callable[[Participant], Coroutine[Any, Any, None]]
@@ -277,12 +279,7 @@ class Transaction:
         async def look(participant: Participant) -> None:
             seen[participant.uid] = await self._look(participant)
 
-        checking = asyncio.ensure_future(last_check())
-        try:
-            await self._together(self.participants, "the checksum", look)
-            await checking
-        finally:
-            checking.cancel()
+        await both(self._together(self.participants, "the checksum", look), last_check())
         found = [seen.get(one.uid, Aftermath(one, reachable=False)) for one in self.participants]
         return [replace(one, error=self.errors.get(one.participant.uid, one.error)) for one in found]
 

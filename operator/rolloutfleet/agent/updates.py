@@ -5,7 +5,6 @@ The update runs in a task of its own: a trainer that hangs up does not leave a f
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from rolloutfleet.agent.leadership import Leadership
 from rolloutfleet.agent.membership import Fleet
 from rolloutfleet.agent.participants import participants_in
 from rolloutfleet.agent.preflight import checkpoint_folder, compare_checkpoint, refuse_layouts, target_version
+from rolloutfleet.agent.together import both
 from rolloutfleet.agent.transaction import Check, Transaction, nothing_more
 from rolloutfleet.agent.volume import Rights, looking, rights
 from rolloutfleet.api.agent import UpdateResult, UpdateWeights
@@ -112,10 +112,10 @@ class Updater:
                 await loading.load(transaction.alive())
             else:
                 # Looked for beside the load, late ones cost no time to those that stand still.
-                _, late = await asyncio.gather(loading.load(transaction.alive()), transaction.admit_late())
+                _, late = await both(loading.load(transaction.alive()), transaction.admit_late())
                 if late:
                     await transaction.pause(late)
-                    await loading.load(late)
+                    await loading.load(transaction.alive(late))
                 last_check = partial(_refuse_what_changed, transaction, request.path, checked.found)
         except AgentError as error:  # we do not lead any more
             abandoned = error
@@ -202,11 +202,11 @@ class _Loading:
             else:
                 self._not_to_try[kind] = f"not tried, since {canary.pod} failed: {why}"
         others = [one for one in who if one not in first.values()]
-        for one in others:
-            if _kind(one) in self._not_to_try:
-                transaction.errors.setdefault(one.uid, self._not_to_try[_kind(one)])
+        transaction.errors |= {
+            one.uid: self._not_to_try[_kind(one)] for one in others if _kind(one) in self._not_to_try
+        }
         await transaction.everywhere("loading", self._loaded, among=others)
-        transaction.seconds["load"] = transaction.seconds.get("load", 0.0) + time.monotonic() - clock
+        transaction.seconds["load"] += time.monotonic() - clock
 
     async def _loaded(self, participant: Participant, engine: EngineClient, seconds: float) -> None:
         found = self._path if self._copies is None else self._copies.paths[participant.uid]

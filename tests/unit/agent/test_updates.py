@@ -304,32 +304,44 @@ def test_an_engine_left_with_torn_weights_by_a_failed_update_is_not_continued(tm
     play(tmp_path, story)
 
 
-def test_a_checkpoint_that_could_not_be_compared_kills_one_engine_and_not_all(tmp_path: Path) -> None:
-    async def story(world: World) -> None:
-        shutil.rmtree(world.volume.parent / "m0")
-        for engine in world.engines:
-            engine.breaks_at = "update_weights_from_disk"
-        assert (await refused_update(world, wanted(world))).code == "UpdateFailed"
-        assert [engine.dead for engine in world.engines] == [True, False, False]
-        assert outcomes(world) == ["Unreachable", "Committed", "Committed"]
-        assert [engine.paused for engine in world.engines[1:]] == [False, False]
+async def one_of_three_dies_of_a_checkpoint_that_could_not_be_compared(world: World) -> None:
+    shutil.rmtree(world.volume.parent / "m0")
+    for engine in world.engines:
+        engine.breaks_at = "update_weights_from_disk"
+    assert (await refused_update(world, wanted(world))).code == "UpdateFailed"
+    assert [engine.dead for engine in world.engines] == [True, False, False]
+    assert outcomes(world) == ["Unreachable", "Committed", "Committed"]
+    assert [engine.paused for engine in world.engines[1:]] == [False, False]
 
-    play(tmp_path, story)
+
+def test_a_checkpoint_that_could_not_be_compared_kills_one_engine_and_not_all(tmp_path: Path) -> None:
+    play(tmp_path, one_of_three_dies_of_a_checkpoint_that_could_not_be_compared)
 
 
 def test_what_killed_an_engine_is_not_tried_on_those_that_come_late(tmp_path: Path) -> None:
     async def story(world: World) -> None:
-        shutil.rmtree(world.volume.parent / "m0")
         world.change_engine(2, phase="Stale", weightVersion=None)
         world.cluster.before_apply.append(lambda: world.change_engine(2, weightVersion=0))
-        for engine in world.engines:
-            engine.breaks_at = "update_weights_from_disk"
-        assert (await refused_update(world, wanted(world))).code == "UpdateFailed"
-        assert [engine.dead for engine in world.engines] == [True, False, False]
-        assert outcomes(world) == ["Unreachable", "Committed", "Committed"]
-        assert [engine.paused for engine in world.engines[1:]] == [False, False]
+        await one_of_three_dies_of_a_checkpoint_that_could_not_be_compared(world)
 
     play(tmp_path, story)
+
+
+def test_a_late_engine_that_could_not_be_paused_keeps_no_other_late_one_from_loading(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        def prove_both() -> None:
+            for index in (2, 3):
+                world.change_engine(index, weightVersion=0)
+
+        shutil.rmtree(world.volume.parent / "m0")
+        for index in (2, 3):
+            world.change_engine(index, phase="Stale", weightVersion=None)
+        world.cluster.before_apply.append(prove_both)
+        world.engines[2].breaks_at = "pause_generation"
+        assert (await world.updater.update(wanted(world))).committed
+        assert outcomes(world) == ["Committed", "Committed", "Unreachable", "Committed"]
+
+    play(tmp_path, story, engines=4)
 
 
 def test_files_that_not_everybody_may_read_kill_one_engine_and_not_all(tmp_path: Path) -> None:
