@@ -31,8 +31,9 @@ MARKER_TOKENS = 16
 FIRST_ABORT_SECONDS = 0.005
 NO_PEER = "2.2.2.2"
 """SGLang's FAKE_BOOTSTRAP_HOST."""
-ABORTED_WITHOUT_PEER = "handshake failed"
-"""A decode engine's words (0.5.23, with status 500) for a request that was aborted before its peer had answered."""
+ABORTED_WITHOUT_PEER = "Fake KV"
+"""Of an engine's answer (0.5.23, status 500) for a request that was aborted before the peer that is none had answered:
+"Prefill bootstrap failed ... Fake KVSender Exception", "Decode handshake failed ... Fake KVReceiver Exception"."""
 
 PauseMode = Literal["abort", "retract", "in_place"]
 _ROLES = {"null": "Regular", "prefill": "Prefill", "decode": "Decode"}

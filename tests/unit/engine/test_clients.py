@@ -127,11 +127,12 @@ def test_requests_are_aborted_by_prefix_although_only_a_known_id_is_passed_on(
     ("paired", "words", "counts"),
     [
         (True, "Decode handshake failed for request rank=0 with exception KVTransferError(Fake KVReceiver)", True),
+        (True, "Prefill bootstrap failed for request rank=0 with exception Fake KVSender Exception", True),
         (True, "CUDA error: an illegal memory access", False),
         (False, "Decode handshake failed", False),
     ],
 )
-def test_a_marker_that_a_decode_engine_aborts_before_its_peer_has_answered_is_aborted(
+def test_a_marker_that_an_engine_of_a_pair_aborts_before_its_peer_has_answered_is_aborted(
     paired: bool, words: str, counts: bool
 ) -> None:
     async def answering(asked: Asked) -> Answer:
