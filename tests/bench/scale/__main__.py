@@ -20,20 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from bench.scale import least, stand_in
-from bench.scale.control_plane import API, NAMESPACE, OPERATOR_NAMESPACE, REPOSITORY, STATE, ControlPlane
+from bench.scale import stand_in
+from bench.scale.control_plane import NAMESPACE, STATE, ControlPlane
 from bench.scale.costs import AuditLog, cpu_seconds, peak_rss_mib, quantiles
+from bench.scale.subjects import READY_SECONDS, SETTLE_SECONDS, LeaderWorkerSet, Least, Rolloutfleet, Subject
 from bench.scale.watcher import Watcher, until
-from rolloutfleet.api.names import API_VERSION
 from rolloutfleet.kube import client as kube
 
 FAKE_SECONDS = 1.0
 """From bound to running, by kwok."""
 IN_FLIGHT = 32
-SETTLE_SECONDS = 5.0
-READY_SECONDS = 400.0
+WARM_UP_ENGINES = 6
+WARM_UP_SECONDS = 60.0
 KILL_PAUSE_SECONDS = 0.5
 
 
@@ -62,16 +60,6 @@ def say(text: str) -> None:
 STARTED = time.monotonic()
 
 
-def fleet(name: str, engines: int) -> kube.Object:
-    group = {"name": "engines", "replicas": engines, "engine": {"image": "engine"}}
-    return {
-        "apiVersion": API_VERSION,
-        "kind": "RolloutServer",
-        "metadata": {"name": name, "namespace": NAMESPACE},
-        "spec": {"model": {"path": "/models/bench"}, "groups": [group]},
-    }
-
-
 class Bench:
     def __init__(self, arguments: argparse.Namespace, plane: ControlPlane, api: kube.KubeApi) -> None:
         self._arguments = arguments
@@ -82,18 +70,24 @@ class Bench:
         self._random = random.Random(5)
 
     async def run(self) -> dict[str, Any]:
+        """Our figures, and those of other subjects under their names, each scenario right after ours."""
+        subjects: list[Subject] = [Rolloutfleet(self._plane)]
+        if self._arguments.least:
+            subjects.append(Least(self._plane, self._api, self._watcher))
+        if self._arguments.lws:
+            subjects.append(LeaderWorkerSet(self._plane, self._arguments.lws))
+        for subject in subjects:
+            subject.install()
+        await self._plane.complete(self._api, [subject.fleet for subject in subjects])
         server = await stand_in.serve(self._pods)
-        watches = self._watcher.start()
-        result: dict[str, Any] = {}
+        results: dict[str, dict[str, Any]] = {subject.name: {} for subject in subjects}
         for scenario in SCENARIOS:
             if self._arguments.only in (None, scenario.name):
-                result |= await self._measure(self._sized(scenario))
-        for watch in watches:
-            if watch.done():  # every number after its end would be wrong
-                raise SystemExit(f"{watch.get_name()} has ended: {watch.exception()!r}")
-            watch.cancel()
+                for subject in subjects:
+                    async with self._watcher.watching(subject):
+                        results[subject.name] |= await self._measure(subject, self._sized(scenario))
         server.close()
-        return result
+        return results.pop(Rolloutfleet.name) | results
 
     def _sized(self, scenario: Scenario) -> Scenario:
         asked = self._arguments
@@ -105,14 +99,16 @@ class Bench:
             idle=scenario.idle,
         )
 
-    async def _measure(self, scenario: Scenario) -> dict[str, Any]:
-        load = os.getloadavg()[0]
-        say(f"{scenario.name}: {scenario.fleets} fleets of {scenario.engines} engines; load {load:.1f} before")
-        operator = await (self._start_least(scenario.engines) if self._arguments.least else self._start_operator())
+    async def _measure(self, subject: Subject, scenario: Scenario) -> dict[str, Any]:
+        shape = f"{scenario.fleets} fleets of {scenario.engines} engines"
+        say(f"{subject.name}, {scenario.name}: {shape}; load {os.getloadavg()[0]:.1f} before")
+        self._subject = subject
+        operator = await subject.start(scenario.engines)
+        await self._warm_up(min(scenario.engines, WARM_UP_ENGINES))
         beside = self._beside(operator.pid)
         names = [f"f{index:04}" for index in range(scenario.fleets)]
         self._watcher.started_after.clear()
-        audit, before = AuditLog(), self._cpu_by_process()
+        audit, before = self._audit(), self._cpu_by_process()
         posted = await self._create(names, scenario)
         await until(lambda: len(self._watcher.whole) == len(names), READY_SECONDS, "every fleet whole")
         beyond = [self._watcher.whole[name] - posted[name] - FAKE_SECONDS for name in names]
@@ -127,14 +123,12 @@ class Bench:
         say(f"  {figures}; cpu {spent}; {writes.operator.total() / len(names):.1f} writes a fleet")
         if beside is not None:
             beside.wait()
-        if self._arguments.least:
-            await self._stop(operator)
-            return {scenario.name: figures | {"cpu_seconds_by_process": spent}}
         extra = {"idle_writes_per_minute": await self._idle()} if scenario.idle else {}
-        replacements = await self._replace(names)
+        replacements = await self._replace(names) if subject.repairs else []
         figures |= {
             "delete_all_s": await self._delete(names),
             "replacement_created_s": quantiles(replacements),
+            "cpu_ms_per_fleet": round(1000 * sum(spent.values()) / len(names)),
             "cpu_seconds": spent["operator"],
             "cpu_seconds_by_process": spent,
             "peak_rss_mib": peak_rss_mib(operator.pid),
@@ -147,48 +141,14 @@ class Bench:
     def _cpu_by_process(self) -> dict[str, float]:
         return {name: cpu_seconds(pid) for name, pid in {**self._plane.pids, "harness": os.getpid()}.items()}
 
-    async def _start_least(self, engines: int) -> subprocess.Popen[bytes]:
-        """In place of the operator, once that has made one fleet."""
-        operator = await self._start_operator()
-        await self._api.create(kube.ROLLOUT_SERVER, fleet("pattern", engines))
-        await until(lambda: "pattern" in self._watcher.whole, READY_SECONDS, "the pattern whole")
-        await asyncio.sleep(SETTLE_SECONDS)  # its budget comes last
-        record = STATE / "record.json"
-        record.write_text(json.dumps(await least.recorded(self._api, "pattern")))
-        await self._stop(operator)
-        await self._delete(["pattern"])
-        command = (os.environ["OPERATOR_PYTHON"], "-B", "-m", "bench.scale.least", str(record))
-        return self._plane.run("operator", *command, environment=self._as_pod())
+    def _audit(self) -> AuditLog:
+        return AuditLog(self._subject.account.user, self._subject.account.namespace)
 
-    def _as_pod(self) -> dict[str, str]:
-        return {
-            "PYTHONPATH": f"{REPOSITORY}/operator:{REPOSITORY}/tests",
-            "KUBERNETES_SERVICE_HOST": API,
-            "KUBERNETES_SERVICE_PORT": "443",
-            "KUBECONFIG": "",
-        }
-
-    async def _start_operator(self) -> subprocess.Popen[bytes]:
-        environment = self._as_pod() | {
-            "POD_IP": API,
-            "POD_NAME": "operator",
-            "POD_NAMESPACE": OPERATOR_NAMESPACE,  # with it come the Lease and the webhook
-            "ROLLOUTFLEET_ROUTER_IMAGE": "router",
-            "ROLLOUTFLEET_AGENT_IMAGE": "agent",
-            "ROLLOUTFLEET_PLACEHOLDER_IMAGE": "placeholder",
-        }
-        python = os.environ["OPERATOR_PYTHON"]
-        operator = self._plane.run("operator", python, "-B", "-m", "rolloutfleet.control", environment=environment)
-        async with httpx.AsyncClient(trust_env=False) as http, asyncio.timeout(60):
-            while not await _answers(http, "http://127.0.0.1:8080/healthz"):
-                if operator.poll() is not None:
-                    raise SystemExit(f"the operator ended with {operator.returncode}")
-                await asyncio.sleep(0.2)
-        # One fleet before those that count: connections are open, modules are imported.
-        await self._api.create(kube.ROLLOUT_SERVER, fleet("warm-up", 1))
-        await until(lambda: "warm-up" in self._watcher.whole, READY_SECONDS, "the first fleet whole")
+    async def _warm_up(self, engines: int) -> None:
+        """One fleet before those that count: connections are open, modules are imported."""
+        await self._api.create(self._subject.fleet, self._subject.manifest("warm-up", engines))
+        await until(lambda: "warm-up" in self._watcher.whole, WARM_UP_SECONDS, "the first fleet whole")
         await self._delete(["warm-up"])
-        return operator
 
     async def _stop(self, operator: subprocess.Popen[bytes]) -> None:
         operator.send_signal(signal.SIGTERM)
@@ -206,7 +166,7 @@ class Bench:
         async def post(name: str) -> None:
             async with slots:
                 posted[name] = time.monotonic()
-                await self._api.create(kube.ROLLOUT_SERVER, fleet(name, scenario.engines))
+                await self._api.create(self._subject.fleet, self._subject.manifest(name, scenario.engines))
 
         start = time.monotonic()
         async with asyncio.TaskGroup() as group:
@@ -218,7 +178,7 @@ class Bench:
 
     async def _idle(self) -> float:
         seconds: float = self._arguments.idle
-        audit, before = AuditLog(), self._cpu_by_process()
+        audit, before = self._audit(), self._cpu_by_process()
         await asyncio.sleep(seconds)
         writes = audit.read()
         shares = {name: f"{(cpu - before[name]) / seconds:.1%}" for name, cpu in self._cpu_by_process().items()}
@@ -253,9 +213,9 @@ class Bench:
 
         async def delete(name: str) -> None:
             async with slots:
-                await self._api.delete(kube.ROLLOUT_SERVER, name, namespace=NAMESPACE)
+                await self._api.delete(self._subject.fleet, name, namespace=NAMESPACE)
 
-        audit, start = AuditLog(), time.monotonic()
+        audit, start = self._audit(), time.monotonic()
         await asyncio.gather(*(delete(name) for name in names))
         await until(self._watcher.empty, 300, "every fleet and pod gone")
         seconds = time.monotonic() - start
@@ -263,13 +223,6 @@ class Bench:
             say(f"  deleted in {seconds:.1f} s; operator {dict(audit.read().operator)}")
         self._watcher.made.clear()
         return round(seconds, 2)
-
-
-async def _answers(http: httpx.AsyncClient, url: str) -> bool:
-    try:
-        return (await http.get(url)).is_success
-    except httpx.HTTPError:
-        return False
 
 
 async def main(arguments: argparse.Namespace) -> None:
@@ -302,7 +255,8 @@ def parsed() -> argparse.Namespace:
         "--limits", choices=("raised", "stock"), default="raised", help="of controller manager, scheduler"
     )
     parser.add_argument("--logs", type=Path, help="a folder to copy the logs to")
-    parser.add_argument("--least", action="store_true", help="no operator: one that makes its objects and no more")
+    parser.add_argument("--least", action="store_true", help="measure what makes our objects and no more, too")
+    parser.add_argument("--lws", type=Path, help="a checkout of kubernetes-sigs/lws: measure that too")
     parser.add_argument("--beside", help="a command to run while fleets are created; {pid} is the operator's")
     return parser.parse_args()
 

@@ -10,25 +10,21 @@ import json
 import os
 import ssl
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
-import yaml
 
 from rolloutfleet.kube import client as kube
 from rolloutfleet.kube.config import Credentials
 
 REPOSITORY = Path(__file__).parents[3]
 STATE = Path("/run/scale")
-SERVICE_ACCOUNT = Path("/run/secrets/kubernetes.io/serviceaccount")
 API = "10.88.0.10"
 API_NAME = "kubernetes.default.svc"
 POD_RANGE = "10.64.0.0/12"
 NAMESPACE = "bench"
-OPERATOR_NAMESPACE = "rolloutfleet-system"
-OPERATOR_ACCOUNT = "rolloutfleet-operator"
-OPERATOR_USER = f"system:serviceaccount:{OPERATOR_NAMESPACE}:{OPERATOR_ACCOUNT}"
 AUDIT_LOG = STATE / "logs/audit.log"
 NODES = 5
 START_SECONDS = 120.0
@@ -46,7 +42,7 @@ AUDIT_POLICY = {
     "kind": "Policy",
     "omitStages": ["RequestReceived", "ResponseStarted", "Panic"],
     "rules": [
-        {"level": "Metadata", "users": [OPERATOR_USER]},
+        {"level": "Metadata", "userGroups": ["system:serviceaccounts"], "verbs": ["get", "list"]},
         {"level": "Metadata", "verbs": ["create", "update", "patch", "delete", "deletecollection"]},
         {"level": "None"},
     ],
@@ -62,18 +58,21 @@ class ControlPlane:
         self.pids: dict[str, int] = {}
 
     async def start(self) -> kube.KubeApi:
+        """The API server alone."""
         _namespaces()
         _keys()
         self._start_api_server()
         api = kube.KubeApi(credentials("admin"), max_connections=64)
         await _until_answering(api)
-        self._install()
-        for resource in (kube.ROLLOUT_SERVER, kube.SERVER_GROUP):
-            await _until_watched(api, resource)
-        # After the CRDs: the garbage collector looks for new kinds every half minute only.
+        return api
+
+    async def complete(self, api: kube.KubeApi, kinds: Sequence[kube.Resource]) -> None:
+        """The rest, once these kinds are known: the garbage collector looks for new ones every half minute only."""
+        kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
+        for kind in kinds:
+            await _until_watched(api, kind)
         self._start_controllers()
         await self._until_ready()
-        return api
 
     def run(self, name: str, *command: str, environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
         with (STATE / "logs" / f"{name}.log").open("ab") as log:
@@ -145,24 +144,12 @@ class ControlPlane:
 
     async def _until_ready(self) -> None:
         async with asyncio.timeout(START_SECONDS):
-            _kubectl("create", "--filename=-", stdin=_as_list(_nodes()))
-            _kubectl("wait", "--for=condition=Ready", "node", "--all", "--timeout=60s")
-            _kubectl("create", "namespace", NAMESPACE)
+            kubectl("create", "--filename=-", stdin=as_list(_nodes()))
+            kubectl("wait", "--for=condition=Ready", "node", "--all", "--timeout=60s")
+            kubectl("create", "namespace", NAMESPACE)
             accounts = ("get", "serviceaccounts", f"--namespace={NAMESPACE}", "--output=name")
-            while "default" not in _kubectl(*accounts):  # noqa: ASYNC110
+            while "default" not in kubectl(*accounts):  # noqa: ASYNC110
                 await asyncio.sleep(0.2)
-
-    def _install(self) -> None:
-        """The operator's manifests but for its Deployment: its process is ours, with its own account."""
-        rendered = yaml.safe_load_all(_kubectl("kustomize", f"{REPOSITORY}/manifests/base"))
-        items = [manifest for manifest in rendered if manifest["kind"] != "Deployment"]
-        _kubectl("apply", "--server-side", "--filename=-", stdin=_as_list(items))
-        _kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
-        token = _kubectl("create", "token", OPERATOR_ACCOUNT, f"--namespace={OPERATOR_NAMESPACE}", "--duration=24h")
-        SERVICE_ACCOUNT.mkdir(parents=True)
-        (SERVICE_ACCOUNT / "token").write_text(token.strip())
-        (SERVICE_ACCOUNT / "namespace").write_text(OPERATOR_NAMESPACE)
-        (SERVICE_ACCOUNT / "ca.crt").write_bytes((STATE / "api.crt").read_bytes())
 
 
 def credentials(user: str) -> Credentials:
@@ -250,11 +237,11 @@ async def _until_watched(api: kube.KubeApi, resource: kube.Resource) -> None:
                 return
 
 
-def _as_list(items: list[dict[str, Any]]) -> str:
+def as_list(items: list[dict[str, Any]]) -> str:
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
 
 
-def _kubectl(*arguments: str, stdin: str | None = None) -> str:
+def kubectl(*arguments: str, stdin: str | None = None) -> str:
     command = ["kubectl", f"--kubeconfig={STATE}/admin.json", *arguments]
     done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120)
     if done.returncode != 0:

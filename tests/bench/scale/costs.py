@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.scale.control_plane import AUDIT_LOG, OPERATOR_NAMESPACE, OPERATOR_USER
+from bench.scale.control_plane import AUDIT_LOG
 
 WRITES = frozenset({"create", "update", "patch", "delete", "deletecollection"})
 
@@ -38,7 +38,10 @@ class Writes:
 class AuditLog:
     """From now on."""
 
-    def __init__(self) -> None:
+    def __init__(self, operator: str, namespace: str) -> None:
+        """The operator's user and the namespace that it runs in."""
+        self._operator = operator
+        self._namespace = namespace
         self._offset = AUDIT_LOG.stat().st_size
 
     def read(self) -> Writes:
@@ -46,26 +49,25 @@ class AuditLog:
         with AUDIT_LOG.open("rb") as log:
             log.seek(self._offset)
             for line in log.read().splitlines():
-                _count(found, json.loads(line))
+                self._count(found, json.loads(line))
         return found
 
-
-def _count(found: Writes, event: dict[str, Any]) -> None:
-    user, verb = event["user"]["username"], event["verb"]
-    reference = event.get("objectRef") or {}
-    ours = user == OPERATOR_USER
-    what = "/".join(filter(None, (reference.get("resource"), reference.get("subresource"))))
-    if verb not in WRITES:
-        if ours and verb in ("get", "list"):
-            found.reads[f"{verb} {what}"] += 1
-        return
-    if not ours:
-        found.others[user.removeprefix("system:serviceaccount:")] += 1
-        return
-    if reference.get("resource") == "leases" and reference.get("namespace") == OPERATOR_NAMESPACE:
-        return  # leader election: it renews all the time, whatever there is to do
-    code = (event.get("responseStatus") or {}).get("code", 0)
-    found.operator[f"{verb} {what}" + (f" ({code})" if code >= 400 else "")] += 1
+    def _count(self, found: Writes, event: dict[str, Any]) -> None:
+        user, verb = event["user"]["username"], event["verb"]
+        reference = event.get("objectRef") or {}
+        ours = user == self._operator
+        what = "/".join(filter(None, (reference.get("resource"), reference.get("subresource"))))
+        if verb not in WRITES:
+            if ours and verb in ("get", "list"):
+                found.reads[f"{verb} {what}"] += 1
+            return
+        if not ours:
+            found.others[user.removeprefix("system:serviceaccount:")] += 1
+            return
+        if reference.get("resource") == "leases" and reference.get("namespace") == self._namespace:
+            return  # leader election: it renews all the time, whatever there is to do
+        code = (event.get("responseStatus") or {}).get("code", 0)
+        found.operator[f"{verb} {what}" + (f" ({code})" if code >= 400 else "")] += 1
 
 
 def quantiles(seconds: Sequence[float]) -> dict[str, float | int | None]:

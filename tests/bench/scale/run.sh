@@ -27,6 +27,14 @@ if [ ! -f "$operator/complete" ]; then # what the operator's image has, and noth
   VIRTUAL_ENV=$operator "$UVBIN" pip install -q --no-deps -r "$ROOT/images/operator/requirements.txt"
   touch "$operator/complete"
 fi
+asked=
+for word; do
+  if [ "$asked" = --lws ]; then # the module proxy does not serve it, so from a checkout; here, since there is no network below
+    say "building LWS in $word"
+    (cd "$word" && GOFLAGS=-buildvcs=false CGO_ENABLED=0 go build -o bin/manager ./cmd)
+  fi
+  asked=$word
+done
 
 cd "$ROOT"
 export PATH=$kwok:$PATH PYTHONPATH=operator:tests OPERATOR_PYTHON=$operator/bin/python

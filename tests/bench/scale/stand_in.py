@@ -9,6 +9,7 @@ seconds and the machine should be the operator's.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Awaitable
 from typing import Any
@@ -57,7 +58,7 @@ class Pods:
         label = self._label(address)
         if not label.done():
             words = pod["spec"]["containers"][0].get("args") or []
-            flags = dict(zip(words, [*words[1:], ""], strict=True))
+            flags = dict(itertools.pairwise([*words, ""]))
             label.set_result(flags.get("--weight-version", ""))
 
     def _label(self, address: str) -> asyncio.Future[str]:

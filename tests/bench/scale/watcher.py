@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
 
 from bench.scale.control_plane import NAMESPACE
-from rolloutfleet.api.names import COMPONENT_ENGINE, LABEL_COMPONENT, LABEL_SERVER
 from rolloutfleet.kube import client as kube
+from rolloutfleet.kube.resources import Resource
 
 POLL_SECONDS = 0.02
 
 
+class Fleets(Protocol):
+    """What a subject's fleets look like."""
+
+    fleet: Resource
+    fleet_label: str
+
+    def is_engine(self, labels: dict[str, str]) -> bool: ...
+
+    def is_whole(self, fleet: kube.Object) -> bool: ...
+
+
 class Watcher:
+    """Of one subject at a time."""
+
     def __init__(self, api: kube.KubeApi, *, pods_too: Callable[[str, kube.Object], None]) -> None:
         """`pods_too`: is told the type and object of each event of a pod as well."""
         self._api = api
@@ -31,11 +45,18 @@ class Watcher:
         self.started_after: list[float] = []
         """Of each pod that ran: seconds since it was bound."""
 
-    def start(self) -> list[asyncio.Task[None]]:
-        return [
-            asyncio.create_task(self._watch(kube.ROLLOUT_SERVER, self._saw_fleet), name="watch of fleets"),
-            asyncio.create_task(self._watch(kube.POD, self._saw_pod), name="watch of pods"),
-        ]
+    @contextlib.asynccontextmanager
+    async def watching(self, fleets: Fleets) -> AsyncIterator[None]:
+        """A watch that fails ends what is measured meanwhile: every number after it would be wrong."""
+        self._fleets = fleets
+        async with asyncio.TaskGroup() as group:
+            watches = [
+                group.create_task(self._watch(fleets.fleet, self._saw_fleet)),
+                group.create_task(self._watch(kube.POD, self._saw_pod)),
+            ]
+            yield
+            for watch in watches:
+                watch.cancel()
 
     async def _watch(self, resource: kube.Resource, saw: Callable[[float, str, kube.Object], None]) -> None:
         version = "0"
@@ -50,16 +71,13 @@ class Watcher:
                 await asyncio.sleep(0.2)
 
     def _saw_fleet(self, moment: float, kind: str, body: kube.Object) -> None:
-        name, status = body["metadata"]["name"], body.get("status") or {}
+        name = body["metadata"]["name"]
         if kind == "DELETED":
             self.known.discard(name)
             self.whole.pop(name, None)
             return
         self.known.add(name)
-        engines = status.get("engines") or {}
-        ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or [])
-        wanted = sum(group["replicas"] for group in body["spec"]["groups"])
-        if ready and engines.get("routable") == engines.get("desired") == wanted:
+        if self._fleets.is_whole(body):
             self.whole.setdefault(name, moment)
         else:
             self.whole.pop(name, None)
@@ -68,11 +86,11 @@ class Watcher:
         self._pods_too(kind, body)
         metadata = body["metadata"]
         labels, uid = metadata.get("labels") or {}, metadata["uid"]
-        fleet = labels.get(LABEL_SERVER, "")
+        fleet, engine = labels.get(self._fleets.fleet_label, ""), self._fleets.is_engine(labels)
         if kind == "DELETED":
             self.pods[fleet].pop(uid, None)
             return
-        if uid not in self.pods[fleet] and labels.get(LABEL_COMPONENT) == COMPONENT_ENGINE:
+        if uid not in self.pods[fleet] and engine:
             self.made[fleet].append((moment, uid))
         known = self.pods[fleet].get(uid, {})
         bound, running = "nodeName" in body["spec"], bool((body.get("status") or {}).get("podIP"))
@@ -83,7 +101,7 @@ class Watcher:
             "name": metadata["name"],
             "bound_at": bound_at,
             "running": running,
-            "engine": labels.get(LABEL_COMPONENT) == COMPONENT_ENGINE,
+            "engine": engine,
             "going": "deletionTimestamp" in metadata,
             "ready": any(
                 condition["type"] == "Ready" and condition["status"] == "True"
