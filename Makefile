@@ -30,7 +30,7 @@ lint: dev ## ruff, mypy --strict, import-linter
 	@$(DEV)/bin/lint-imports
 
 unit: dev ## unit and property tests, no cluster
-	@$(PYTHON) -m pytest tests/unit
+	@$(PYTHON) -m pytest -n 3 --dist worksteal tests/unit
 
 browser: tools dev ## the page of samples in a headless Chromium with live data; no cluster
 	@$(PYTHON) -m pytest tests/browser

@@ -13,11 +13,11 @@ if [ "$what" = all ]; then
   "$dev/bin/mypy" operator tests/unit tests/e2e tests/bench tests/chaos tests/api_server tests/browser tests/with_engine
   "$dev/bin/lint-imports" >/dev/null || "$dev/bin/lint-imports"
   say "unit and property tests"
-  "$dev/bin/python" -m pytest tests/unit
+  make --no-print-directory unit
   say "the page of samples in a real browser"
-  "$dev/bin/python" -m pytest tests/browser
+  make --no-print-directory browser
   say "the operator dies at each of its calls, on a real API server"
-  "$dev/bin/python" -m pytest tests/api_server
+  make --no-print-directory api-server
 fi
 
 if [ -n "${KUBECONFIG:-}" ]; then
