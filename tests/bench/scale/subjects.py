@@ -24,7 +24,7 @@ from bench.scale.control_plane import (
     as_list,
     kubectl,
 )
-from bench.scale.watcher import Watcher, until
+from bench.scale.watcher import Fleets, Watcher, until
 from rolloutfleet.api.names import API_VERSION, COMPONENT_ENGINE, LABEL_COMPONENT, LABEL_SERVER
 from rolloutfleet.kube import client as kube
 from rolloutfleet.kube.resources import Resource
@@ -68,26 +68,19 @@ class Account:
         return STATE / "accounts" / self.namespace
 
 
-class Subject(Protocol):
+class Subject(Fleets, Protocol):
     """An operator of fleets."""
 
     name: str
-    fleet: Resource
-    """What a user posts for a fleet."""
-    fleet_label: str
-    """Of each pod: the name of its fleet."""
     account: Account
     repairs: bool
+    """It replaces a pod that is gone."""
 
     def install(self) -> None:
         """Once a control plane, before its controllers start: the garbage collector looks for new kinds seldom."""
 
-    def manifest(self, name: str, engines: int) -> kube.Object: ...
-
-    def is_engine(self, labels: dict[str, str]) -> bool: ...
-
-    def is_whole(self, fleet: kube.Object) -> bool:
-        """By the fleet's own status."""
+    def manifest(self, name: str, engines: int) -> kube.Object:
+        """What a user posts."""
 
     async def start(self, engines: int) -> subprocess.Popen[bytes]:
         """Its process, which answers; fleets will have this many engines."""

@@ -17,14 +17,18 @@ POLL_SECONDS = 0.02
 
 
 class Fleets(Protocol):
-    """What a subject's fleets look like."""
+    """How an operator's fleets are known."""
 
     fleet: Resource
+    """What a user posts for a fleet."""
     fleet_label: str
+    """Of each pod: the name of its fleet."""
 
-    def is_engine(self, labels: dict[str, str]) -> bool: ...
+    def is_engine(self, labels: dict[str, str]) -> bool:
+        """Of a pod with these labels."""
 
-    def is_whole(self, fleet: kube.Object) -> bool: ...
+    def is_whole(self, fleet: kube.Object) -> bool:
+        """By the fleet's own status."""
 
 
 class Watcher:
