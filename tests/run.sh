@@ -4,14 +4,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . tests/cluster/common.sh
 what=${1:-all}
 dev=$CACHE/dev-$(sha256sum tests/requirements.txt | cut -c1-10)
-router=$CACHE/router-$(sha256sum images/router/requirements.txt | cut -c1-10) # the Makefile makes it
 
 if [ "$what" = all ]; then
   say "lint, types, layers"
-  "$dev/bin/ruff" check -q operator tests docs
-  "$dev/bin/ruff" format -q --check operator tests docs
-  "$dev/bin/mypy" operator tests/unit tests/e2e tests/bench tests/chaos tests/api_server tests/browser tests/with_engine
-  "$dev/bin/lint-imports" >/dev/null || "$dev/bin/lint-imports"
+  make --no-print-directory lint
   say "unit and property tests"
   make --no-print-directory unit
   say "the page of samples in a real browser"
@@ -27,7 +23,7 @@ else
   say "trainer library with torch"
   PYTHONPATH=$PWD/operator:$PWD/tests "$ENGINE/bin/python" -m unittest discover -q -s tests/with_torch -t tests/with_torch
   say "the agent and one real engine"
-  ENGINE=$ENGINE MODELS=$MODELS ROUTER_PYTHON=$router/bin/python "$dev/bin/python" -m pytest tests/with_engine
+  make --no-print-directory with-engine
   bash tests/cluster/cluster images
   # A cluster that runs already is somebody's: it stays.
   kubectl --kubeconfig="$STATE/admin.kubeconfig" get nodes --request-timeout=5s >/dev/null 2>&1 ||

@@ -23,7 +23,7 @@ from typing import Any
 from bench.scale import stand_in
 from bench.scale.control_plane import NAMESPACE, STATE, ControlPlane
 from bench.scale.costs import AuditLog, cpu_seconds, peak_rss_mib, quantiles
-from bench.scale.subjects import READY_SECONDS, SETTLE_SECONDS, LeaderWorkerSet, Least, Rolloutfleet, Subject
+from bench.scale.subjects import READY_SECONDS, SETTLE_SECONDS, LeaderWorkerSet, Least, Rolloutfleet, Subject, stop
 from bench.scale.watcher import Watcher, until
 from rolloutfleet.kube import client as kube
 
@@ -78,7 +78,7 @@ class Bench:
             subjects.append(LeaderWorkerSet(self._plane, self._arguments.lws))
         for subject in subjects:
             subject.install()
-        await self._plane.complete(self._api, [subject.fleet for subject in subjects])
+        await self._plane.complete(self._api, {kind for subject in subjects for kind in subject.kinds})
         server = await stand_in.serve(self._pods)
         results: dict[str, dict[str, Any]] = {subject.name: {} for subject in subjects}
         for scenario in SCENARIOS:
@@ -134,7 +134,7 @@ class Bench:
             "peak_rss_mib": peak_rss_mib(operator.pid),
             "writes_per_fleet": round(writes.operator.total() / len(names), 2),
         }
-        await self._stop(operator)
+        await stop(operator)
         say(f"  {json.dumps(figures)}")
         return {scenario.name: figures} | extra
 
@@ -149,10 +149,6 @@ class Bench:
         await self._api.create(self._subject.fleet, self._subject.manifest("warm-up", engines))
         await until(lambda: "warm-up" in self._watcher.whole, WARM_UP_SECONDS, "the first fleet whole")
         await self._delete(["warm-up"])
-
-    async def _stop(self, operator: subprocess.Popen[bytes]) -> None:
-        operator.send_signal(signal.SIGTERM)
-        await asyncio.to_thread(operator.wait, 60)
 
     def _beside(self, pid: int) -> subprocess.Popen[bytes] | None:
         """A profiler, say."""

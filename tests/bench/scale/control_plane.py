@@ -10,7 +10,7 @@ import json
 import os
 import ssl
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class ControlPlane:
         await _until_answering(api)
         return api
 
-    async def complete(self, api: kube.KubeApi, kinds: Sequence[kube.Resource]) -> None:
+    async def complete(self, api: kube.KubeApi, kinds: Set[kube.Resource]) -> None:
         """The rest, once these kinds are known: the garbage collector looks for new ones every half minute only."""
         kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
         for kind in kinds:

@@ -24,13 +24,14 @@ from bench.scale.control_plane import (
     as_list,
     kubectl,
 )
-from bench.scale.watcher import Fleets, Watcher, until
+from bench.scale.watcher import Fleets, Watcher, is_true, until
 from rolloutfleet.api.names import API_VERSION, COMPONENT_ENGINE, LABEL_COMPONENT, LABEL_SERVER
 from rolloutfleet.kube import client as kube
 from rolloutfleet.kube.resources import Resource
 
 SERVICE_ACCOUNT_FILES = Path("/run/secrets/kubernetes.io/serviceaccount")
 START_SECONDS = 60.0
+STOP_SECONDS = 60.0
 READY_SECONDS = 400.0
 SETTLE_SECONDS = 5.0
 
@@ -72,6 +73,8 @@ class Subject(Fleets, Protocol):
     """An operator of fleets."""
 
     name: str
+    kinds: tuple[Resource, ...]
+    """What its CRDs define and it watches."""
     account: Account
     repairs: bool
     """It replaces a pod that is gone."""
@@ -89,6 +92,7 @@ class Subject(Fleets, Protocol):
 class Rolloutfleet(Subject):
     name = "rolloutfleet"
     fleet = kube.ROLLOUT_SERVER
+    kinds = (kube.ROLLOUT_SERVER, kube.SERVER_GROUP)
     fleet_label = LABEL_SERVER
     account = Account("rolloutfleet-system", "rolloutfleet-operator")
     repairs = True
@@ -118,7 +122,7 @@ class Rolloutfleet(Subject):
     def is_whole(self, fleet: kube.Object) -> bool:
         engines = (fleet.get("status") or {}).get("engines") or {}
         wanted = sum(group["replicas"] for group in fleet["spec"]["groups"])
-        return _is_true(fleet, "Ready") and engines.get("routable") == engines.get("desired") == wanted
+        return is_true(fleet, "Ready") and engines.get("routable") == engines.get("desired") == wanted
 
     async def start(self, engines: int) -> subprocess.Popen[bytes]:
         environment = {
@@ -160,8 +164,7 @@ class Least(Rolloutfleet):
         await asyncio.sleep(SETTLE_SECONDS)  # its budget comes last
         record = STATE / "record.json"
         record.write_text(json.dumps(await least.recorded(self._api, "pattern")))
-        operator.terminate()
-        await asyncio.to_thread(operator.wait, START_SECONDS)
+        await stop(operator)
         await self._api.delete(self.fleet, "pattern", namespace=NAMESPACE)
         await until(self._watcher.empty, READY_SECONDS, "the pattern gone")
         return self._run("bench.scale.least", str(record), environment={})
@@ -173,6 +176,7 @@ class LeaderWorkerSet(Subject):
 
     name = "lws"
     fleet = Resource("leaderworkerset.x-k8s.io", "v1", "leaderworkersets", "LeaderWorkerSet")
+    kinds = (fleet,)
     fleet_label = "leaderworkerset.sigs.k8s.io/name"
     account = Account("lws-system", "lws-controller-manager")
     repairs = True
@@ -219,31 +223,31 @@ class LeaderWorkerSet(Subject):
         return True
 
     def is_whole(self, fleet: kube.Object) -> bool:
-        return _is_true(fleet, "Available")
+        return is_true(fleet, "Available")
 
     async def start(self, engines: int) -> subprocess.Popen[bytes]:
         command = (f"{self._checkout}/bin/manager", f"--config={self._config}", "--zap-log-level=2")
         operator = self.account.start(self._plane, *command)
         await _until_it_answers(operator, "http://127.0.0.1:8081/readyz")
-        await _until_it_answers(operator, f"https://{API}:9443/")  # of its webhooks readyz says nothing
+        await _until_it_answers(operator, f"https://{API}:9443/", status=404)  # readyz says nothing of webhooks
         return operator
 
 
-def _is_true(body: kube.Object, condition: str) -> bool:
-    conditions = (body.get("status") or {}).get("conditions") or []
-    return any(one["type"] == condition and one["status"] == "True" for one in conditions)
+async def stop(operator: subprocess.Popen[bytes]) -> None:
+    operator.terminate()
+    await asyncio.to_thread(operator.wait, STOP_SECONDS)
 
 
-async def _until_it_answers(operator: subprocess.Popen[bytes], url: str) -> None:
+async def _until_it_answers(operator: subprocess.Popen[bytes], url: str, *, status: int = 200) -> None:
     async with httpx.AsyncClient(trust_env=False, verify=False) as http, asyncio.timeout(START_SECONDS):
-        while not await _answers(http, url):
+        while await _status(http, url) != status:
             if operator.poll() is not None:
                 raise SystemExit(f"the operator ended with {operator.returncode}")
             await asyncio.sleep(0.2)
 
 
-async def _answers(http: httpx.AsyncClient, url: str) -> bool:
+async def _status(http: httpx.AsyncClient, url: str) -> int | None:
     try:
-        return not (await http.get(url)).is_server_error
+        return (await http.get(url)).status_code
     except httpx.HTTPError:
-        return False
+        return None

@@ -107,10 +107,7 @@ class Watcher:
             "running": running,
             "engine": engine,
             "going": "deletionTimestamp" in metadata,
-            "ready": any(
-                condition["type"] == "Ready" and condition["status"] == "True"
-                for condition in (body.get("status") or {}).get("conditions") or []
-            ),
+            "ready": is_true(body, "Ready"),
         }
 
     def all_ready(self) -> bool:
@@ -119,6 +116,11 @@ class Watcher:
 
     def empty(self) -> bool:
         return not self.known and not any(self.pods.values())
+
+
+def is_true(body: kube.Object, condition: str) -> bool:
+    conditions = (body.get("status") or {}).get("conditions") or []
+    return any(one["type"] == condition and one["status"] == "True" for one in conditions)
 
 
 async def until(condition: Callable[[], bool], seconds: float, what: str) -> None:
